@@ -1,0 +1,59 @@
+# Every target works alone on a fresh clone: what needs the environment makes it first.
+SHELL := bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCHMARKS := $(wildcard benchmarks/*.py)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint format bench clean distclean
+
+help:
+	@echo 'make install    make $(VENV) with the versions of constraints.txt (some 5.5 GB; PYTHON=... names a Python >= 3.12)'
+	@echo 'make demo       train a small GPT three ways on two CPU ranks (ARGS=--quick: one minute)'
+	@echo 'make test       the test suite on CPU ranks (ARGS="tests/test_data.py -x": a part of it)'
+	@echo 'make test-slow  the tests that take minutes each'
+	@echo 'make lint       ruff, mypy and bash -n'
+	@echo 'make format     let ruff mend what it can'
+	@echo 'make bench      the benchmarks in their quick form'
+	@echo 'make clean      remove caches and runs/; make distclean also removes $(VENV)'
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@python="$$(bash scripts/find-python.sh)" || exit 1; \
+	if ! [ -x $(BIN)/python ]; then echo "Making $(VENV) with $$python"; "$$python" -m venv $(VENV); fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/megatron-async demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@for script in .ci/run scripts/*.sh examples/*.sh examples/*/*.sh; do \
+		if [ -e "$$script" ]; then bash -n "$$script" || exit 1; fi; done
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@for benchmark in $(BENCHMARKS); do \
+		echo "== $$benchmark --quick"; $(BIN)/python "$$benchmark" --quick $(ARGS) || exit 1; done
+
+clean:
+	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
