@@ -28,7 +28,7 @@ __all__ = [
     "UPDATES",
     "Action",
     "Kind",
-    "Tensor",
+    "Transfer",
     "interleaved_call",
     "one_f_one_b_call",
     "pipedream_2bw_call",
@@ -67,14 +67,23 @@ BACKWARD_SENDS = frozenset({Kind.SEND_BACKWARD, Kind.SEND_BACKWARD_RECV_FORWARD}
 BACKWARD_RECEIVES = frozenset({Kind.RECV_BACKWARD, Kind.SEND_FORWARD_RECV_BACKWARD})
 
 
-class Tensor(NamedTuple):
-    """What one half of a communication action carries: the activations (forward) or the gradient of
-    the activations (backward) of one microbatch at the border of model chunk `chunk`."""
+class Transfer(NamedTuple):
+    """One tensor on its way: the activations (forward) or their gradient (backward) of one
+    microbatch, across the border between virtual stages `border` and `border + 1`. Virtual stage
+    c * p + s is model chunk c of stage s."""
 
     forward: bool
     batch: int
     microbatch: int
-    chunk: int
+    border: int
+
+    def sender(self, stages: int) -> int:
+        """The stage that sends it."""
+        return (self.border if self.forward else self.border + 1) % stages
+
+    def receiver(self, stages: int) -> int:
+        """The stage that receives it."""
+        return (self.border + 1 if self.forward else self.border) % stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,24 +111,33 @@ class Action:
     recv_microbatch: int = -1
     recv_chunk: int = -1
 
-    @property
-    def sent(self) -> Tensor | None:
-        """What the action sends, None if nothing. On the last stage there is nobody to send
-        forward to, on the first nobody to send backward to: that is the reader's to know."""
-        if self.kind in FORWARD_SENDS or self.kind in BACKWARD_SENDS:
-            return Tensor(self.kind in FORWARD_SENDS, self.batch, self.microbatch, self.chunk)
-        return None
+    def sent(self, *, stages: int, chunks: int = 1) -> Transfer | None:
+        """What the action sends; None if nothing, or if the model ends there."""
+        if self.kind in FORWARD_SENDS:
+            border = self.chunk * stages + self.stage
+        elif self.kind in BACKWARD_SENDS:
+            border = self.chunk * stages + self.stage - 1
+        else:
+            return None
+        if not 0 <= border < stages * chunks - 1:
+            return None
+        return Transfer(self.kind in FORWARD_SENDS, self.batch, self.microbatch, border)
 
-    @property
-    def received(self) -> Tensor | None:
-        """What the action receives, None if nothing."""
-        if self.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
-            forward = self.kind is Kind.RECV_FORWARD
-            return Tensor(forward, self.batch, self.microbatch, self.chunk)
-        if self.kind in FORWARD_RECEIVES or self.kind in BACKWARD_RECEIVES:
-            forward = self.kind in FORWARD_RECEIVES
-            return Tensor(forward, self.recv_batch, self.recv_microbatch, self.recv_chunk)
-        return None
+    def received(self, *, stages: int, chunks: int = 1) -> Transfer | None:
+        """What the action receives; None if nothing, or if the model begins there."""
+        combined = self.kind in FORWARD_SENDS or self.kind in BACKWARD_SENDS
+        chunk = self.recv_chunk if combined else self.chunk
+        if self.kind in FORWARD_RECEIVES:
+            border = chunk * stages + self.stage - 1
+        elif self.kind in BACKWARD_RECEIVES:
+            border = chunk * stages + self.stage
+        else:
+            return None
+        if not 0 <= border < stages * chunks - 1:
+            return None
+        batch = self.recv_batch if combined else self.batch
+        microbatch = self.recv_microbatch if combined else self.microbatch
+        return Transfer(self.kind in FORWARD_RECEIVES, batch, microbatch, border)
 
     def __str__(self) -> str:
         """For example `forward(batch 3, microbatch 0, version 2)`."""

@@ -1,0 +1,299 @@
+"""Check action lists: are they a correct schedule?
+
+What is checked is order and data, not time: whether stages can wait for each other in a circle, and
+what waiting costs, is the simulator's to find.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megatron_async.schedules.actions import (
+    COMPUTE,
+    UPDATES,
+    Action,
+    Kind,
+    Transfer,
+)
+
+__all__ = ["ScheduleError", "validate"]
+
+type _Microbatch = tuple[int, int, int]  # batch, microbatch, chunk
+
+
+class ScheduleError(Exception):
+    """A list of actions that would train wrongly or not at all.
+
+    Attributes:
+        stage: The stage whose list is wrong.
+        position: The action's index in that list, None if the fault is no single action's.
+        action: The action, None likewise.
+        reason: What is wrong with it.
+    """
+
+    def __init__(
+        self, stage: int, reason: str, position: int | None = None, action: Action | None = None
+    ) -> None:
+        where = f"stage {stage}"
+        if action is not None:
+            where += f", action {position}: {action}"
+        super().__init__(f"{where}: {reason}")
+        self.stage = stage
+        self.position = position
+        self.action = action
+        self.reason = reason
+
+
+def validate(lists: Sequence[Sequence[Action]], *, delay: int = 1) -> None:
+    """Check the lists of all stages, one list a stage, over any number of calls.
+
+    On each stage: every microbatch is forwarded once and then has its backward once, on the same
+    weight version, with its input or output gradient received before; the version is batch - delay
+    (0 at the start) and exists; an update has the gradients of the whole batch, comes in order, and
+    overwrites no version that a microbatch in flight still needs (version v lives in buffer
+    v mod (delay + 1)); at most one update is launched and not completed; no more microbatches are
+    in flight than Megatron's own schedule keeps (p - s without interleaving); the lists end with
+    the pipeline drained on all stages, or with w microbatches in flight on each.
+    Between stages: what one sends is what the other receives, in the same order.
+
+    Args:
+        lists: `lists[s]` is stage s's list, from a first call (empty pipeline) on.
+        delay: By how many updates a gradient is stale: 1 for PipeDream-2BW, 0 for the synchronous
+            schedules.
+
+    Raises:
+        ScheduleError: Names the stage, the action and the reason, for the first fault found.
+        ValueError: No stages, or a negative delay.
+    """
+    if not lists or delay < 0:
+        raise ValueError(f"need at least one stage and delay >= 0, got {len(lists)}, {delay}")
+    chunks = 1 + max((action.chunk for actions in lists for action in actions), default=0)
+    sizes: defaultdict[int, set[_Microbatch]] = defaultdict(set)
+    for actions in lists:
+        for action in actions:
+            if action.kind is Kind.FORWARD:
+                sizes[action.batch].add((action.batch, action.microbatch, action.chunk))
+    stages = [
+        _Stage(stage, len(lists), chunks=chunks, delay=delay, batches=sizes)
+        for stage in range(len(lists))
+    ]
+    for stage, actions in zip(stages, lists, strict=True):
+        for position, action in enumerate(actions):
+            stage.take(position, action)
+    _check_ends(stages)
+    _check_transfers(lists, chunks)
+
+
+class _Stage:
+    """What one stage holds while its list is walked through."""
+
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        *,
+        chunks: int,
+        delay: int,
+        batches: dict[int, set[_Microbatch]],
+    ) -> None:
+        self.stage = stage
+        self.stages = stages
+        self.chunks = chunks
+        self.delay = delay
+        self.batches = batches
+        self.ahead = stages - 1 - stage
+        if chunks > 1:
+            self.ahead = 2 * self.ahead + (chunks - 1) * stages
+        start = min(batches, default=0)
+        # Of a resumed run the previous version too is at hand.
+        self.newest = start
+        self.resident = {v % (delay + 1): v for v in range(max(start - delay, 0), start + 1)}
+        self.in_flight: dict[_Microbatch, int] = {}
+        self.forwarded: set[_Microbatch] = set()
+        self.finished: defaultdict[int, set[_Microbatch]] = defaultdict(set)
+        self.arrived: set[Transfer] = set()
+        self.sent: set[Transfer] = set()
+        self.launched: int | None = None
+        self.last_launched = start - 1
+
+    def take(self, position: int, action: Action) -> None:
+        reason = self._fault(action)
+        if reason:
+            raise ScheduleError(self.stage, reason, position, action)
+
+    def _fault(self, action: Action) -> str | None:
+        if action.stage != self.stage:
+            return f"it belongs to stage {action.stage}"
+        if not 0 <= action.chunk < self.chunks:
+            return "there is no such model chunk"
+        if action.kind is Kind.FORWARD:
+            return self._forward(action)
+        if action.kind is Kind.BACKWARD:
+            return self._backward(action)
+        if action.kind in UPDATES:
+            return self._update(action)
+        return self._communicate(action)
+
+    def _border(self, action: Action, *, forward: bool) -> Transfer | None:
+        """The tensor that the computation `action` needs from another stage."""
+        assert action.kind in COMPUTE
+        needs = Action(
+            stage=self.stage,
+            kind=Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD,
+            batch=action.batch,
+            microbatch=action.microbatch,
+            chunk=action.chunk,
+        )
+        return needs.received(stages=self.stages, chunks=self.chunks)
+
+    def _version_fault(self, action: Action) -> str | None:
+        wanted = max(action.batch - self.delay, 0)
+        if action.version != wanted:
+            return f"batch {action.batch} must run on version {wanted} (delay {self.delay})"
+        if self.resident.get(action.version % (self.delay + 1)) != action.version:
+            held = sorted(self.resident.values())
+            return f"version {action.version} does not exist here now, only {held}"
+        return None
+
+    def _forward(self, action: Action) -> str | None:
+        key = (action.batch, action.microbatch, action.chunk)
+        if key in self.forwarded:
+            return "it is forwarded a second time"
+        needed = self._border(action, forward=True)
+        if needed is not None and needed not in self.arrived:
+            return "its input was not received before"
+        fault = self._version_fault(action)
+        if fault:
+            return fault
+        self.forwarded.add(key)
+        self.in_flight[key] = action.version
+        if len(self.in_flight) > self.ahead + 1:
+            return f"{len(self.in_flight)} microbatches are in flight, at most {self.ahead + 1} may"
+        return None
+
+    def _backward(self, action: Action) -> str | None:
+        key = (action.batch, action.microbatch, action.chunk)
+        if key not in self.in_flight:
+            done = key in self.finished[action.batch]
+            return "its backward ran before" if done else "it was not forwarded before"
+        needed = self._border(action, forward=False)
+        if needed is not None and needed not in self.arrived:
+            return "its output gradient was not received before"
+        used = self.in_flight[key]
+        if action.version != used:
+            return f"its forward ran on version {used}"
+        fault = self._version_fault(action)
+        if fault:
+            return fault
+        if action.batch <= self.last_launched:
+            return f"the update of batch {action.batch} was launched before"
+        del self.in_flight[key]
+        self.finished[action.batch].add(key)
+        return None
+
+    def _update(self, action: Action) -> str | None:
+        if action.version != action.batch + 1:
+            return f"batch {action.batch} makes version {action.batch + 1}"
+        if action.kind is not Kind.COMPLETE_UPDATE:
+            if action.batch != self.last_launched + 1:
+                return f"the next update is that of batch {self.last_launched + 1}"
+            if self.launched is not None:
+                return f"the update of batch {self.launched} was launched and is not completed"
+            missing = self.batches[action.batch] - self.finished[action.batch]
+            if missing or not self.finished[action.batch]:
+                return f"{max(len(missing), 1)} of the batch's backwards are still to come"
+            self.last_launched = self.launched = action.batch
+        if action.kind is not Kind.LAUNCH_UPDATE:
+            if self.launched != action.batch:
+                return f"the update of batch {action.batch} was not launched"
+            slot = action.version % (self.delay + 1)
+            lost = self.resident.get(slot)
+            users = sum(version == lost for version in self.in_flight.values())
+            if users:
+                return f"version {lost} is overwritten while {users} microbatches in flight need it"
+            self.launched = None
+            self.newest = action.version
+            self.resident[slot] = action.version
+        return None
+
+    def _communicate(self, action: Action) -> str | None:
+        sent = action.sent(stages=self.stages, chunks=self.chunks)
+        if sent is not None:
+            key = (action.batch, action.microbatch, action.chunk)
+            made = key in self.forwarded if sent.forward else key in self.finished[action.batch]
+            if not made:
+                return "what it sends was not computed before"
+            if sent in self.sent:
+                return "it is sent a second time"
+            self.sent.add(sent)
+        received = action.received(stages=self.stages, chunks=self.chunks)
+        if received is not None:
+            if received in self.arrived:
+                return "it is received a second time"
+            self.arrived.add(received)
+        return None
+
+
+def _check_ends(stages: Sequence[_Stage]) -> None:
+    drained = all(not stage.in_flight for stage in stages)
+    for stage in stages:
+        left = len(stage.in_flight)
+        if not drained and left != stage.ahead:
+            raise ScheduleError(
+                stage.stage,
+                f"the lists end with {left} microbatches in flight here, not {stage.ahead} as "
+                "between two calls, and not 0 on every stage as after the last",
+            )
+        # One stage alone never has microbatches in flight between calls, so there this is no end.
+        if drained and len(stages) > 1 and stage.launched is not None:
+            raise ScheduleError(
+                stage.stage, f"the lists end with the update of batch {stage.launched} incomplete"
+            )
+        if stage.last_launched != stages[0].last_launched:
+            raise ScheduleError(
+                stage.stage,
+                f"its last update is that of batch {stage.last_launched}, stage 0's is that of "
+                f"batch {stages[0].last_launched}",
+            )
+
+
+def _check_transfers(lists: Sequence[Sequence[Action]], chunks: int) -> None:
+    """On every channel (direction, sender, receiver) both ends name the same tensors in order."""
+    stages = len(lists)
+    channel = tuple[bool, int, int]
+    sent: defaultdict[channel, list[tuple[Transfer, int]]] = defaultdict(list)
+    received: defaultdict[channel, list[tuple[Transfer, int]]] = defaultdict(list)
+    for actions in lists:
+        for position, action in enumerate(actions):
+            for transfer, ends in (
+                (action.sent(stages=stages, chunks=chunks), sent),
+                (action.received(stages=stages, chunks=chunks), received),
+            ):
+                if transfer is not None:
+                    key = (transfer.forward, transfer.sender(stages), transfer.receiver(stages))
+                    ends[key].append((transfer, position))
+    for key in sorted(sent.keys() | received.keys()):
+        _, sender, receiver = key
+        for index in range(max(len(sent[key]), len(received[key]))):
+            if index >= len(sent[key]):
+                _, position = received[key][index]
+                raise ScheduleError(
+                    receiver,
+                    f"stage {sender} never sends what it receives",
+                    position,
+                    lists[receiver][position],
+                )
+            out, position = sent[key][index]
+            action = lists[sender][position]
+            if index >= len(received[key]):
+                raise ScheduleError(
+                    sender, f"stage {receiver} never receives what it sends", position, action
+                )
+            into, other = received[key][index]
+            if out != into:
+                raise ScheduleError(
+                    sender,
+                    f"stage {receiver} expects something else at that place, in its action "
+                    f"{other}: {lists[receiver][other]}",
+                    position,
+                    action,
+                )
