@@ -1,0 +1,54 @@
+"""The launcher: ``torchrun ... -m megatron_async SCRIPT ARGS``.
+
+It installs what the command line asks for and runs SCRIPT as ``__main__``. Without a flag of this
+package on the command line nothing at all is replaced, and with ``--cpu`` alone only what runs
+Megatron on CPU ranks.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+__all__ = ["main"]
+
+_USAGE = """\
+usage: torchrun [...] -m megatron_async [--cpu] SCRIPT [ARGS]
+
+Runs a Megatron training script (such as pretrain_gpt.py of a Megatron-LM checkout) with the flags
+of megatron_async among its ARGS. --cpu may stand anywhere."""
+
+
+def main(argv: list[str]) -> None:
+    """Run a training script.
+
+    Args:
+        argv: the script's path and its arguments; ``--cpu`` may stand anywhere.
+
+    Raises:
+        SystemExit: no script was named, or it does not exist.
+    """
+    on_cpu = "--cpu" in argv
+    argv = [argument for argument in argv if argument != "--cpu"]
+    if not argv or argv[0] in ("-h", "--help"):
+        raise SystemExit(_USAGE)
+    script = Path(argv[0])
+    if not script.is_file():
+        raise SystemExit(f"megatron_async: there is no script {script}\n\n{_USAGE}")
+    if on_cpu:
+        from megatron_async import cpu_backend
+
+        argv[1:] = cpu_backend.prepare(argv[1:])
+    from megatron_async.startup import flags_in
+
+    if flags_in(argv[1:]):
+        from megatron_async import hooks
+
+        hooks.install()
+    sys.argv = argv
+    # As `python SCRIPT` has it: the script's folder comes first, not the current one.
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,429 @@
+"""The update of a batch, in two halves, so that no stage waits for another.
+
+``launch`` stands at the end of a batch's call: it copies the stage's gradients out of the
+accumulation buffers, which Megatron zeroes first thing in the next iteration, and posts what has to
+cross stages (the partial gradient norm, the tied embedding's gradient). ``complete`` stands almost a
+whole batch later, right before the new version is needed: it reads the total, clips by it, and lets
+Megatron's unmodified optimizer step.
+
+What is exact: the numbers are those of Megatron's own step, ``ChainedOptimizer.step`` in
+megatron/core/optimizer/optimizer.py and the second half of ``finalize_model_grads`` in
+megatron/core/distributed/finalize_model_grads.py, up to the order of summation.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron_async.process_groups import Ranks, gather_ranks, new_groups
+from megatron_async.stage_exchange import Exchange, StageExchange
+from megatron_async.weight_versions import WeightVersions, ddp_buffers, inner_optimizers
+
+__all__ = ["DeferredUpdate", "UpdateReport"]
+
+_SQUARES, _ZEROS, _TOKENS, _CHANGE, _SIZE, _VOTES = range(6)
+"""Slots of the message; votes are as many as the caller has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """What is known of a completed update."""
+
+    batch: int
+    """The batch whose gradient made it, counted from the start of the asynchronous segment."""
+    iteration: int
+    """The iteration (1 is the first) in which that batch ran backward."""
+    succeeded: bool = True
+    grad_norm: float = 0.0
+    """Before clipping, of the batch-averaged gradient."""
+    num_zeros: int | None = None
+    correction_ratio: float | None = None
+    """|correction| / |update|, if measured."""
+    votes: tuple[bool, ...] = ()
+    """For each thing that the ranks vote on, whether any rank was for it."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An update between its launch and its completion."""
+
+    batch: int
+    iteration: int
+    gradients: list[tuple[torch.Tensor, torch.Tensor]]
+    """(parameter of the torch optimizer, its gradient)."""
+    hyperparameters: list[tuple[dict[str, Any], dict[str, Any]]]
+    """(parameter group, the values that the scheduler had set for this batch)."""
+    exchange: Exchange
+    works: list[Any] = field(default_factory=list)
+    votes: int = 0
+
+
+class DeferredUpdate:
+    """Launches and completes the updates of one rank.
+
+    Args:
+        optimizer: Megatron's optimizer; its ``prepare_grads`` and ``step_with_ready_grads`` are
+            used as they are.
+        model_chunk: the DDP-wrapped model chunk, whose gradient buffers are copied from.
+        weights: the versions that completed updates make.
+        tied_embedding: this rank's copy of the embedding that the first and the last stage share;
+            None where there is none, or where both uses are on this rank.
+        num_votes: how many yes-or-no questions the ranks have to agree on per batch.
+        norm_scope: "global" clips by the norm over all stages, "stage" by the stage's own.
+        calculate_per_token_loss: divide the gradients by the number of tokens of the batch.
+        count_zeros: report the number of zeros in the gradients.
+        timeout_minutes: of the process groups made here.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizer: Any,
+        model_chunk: Any,
+        weights: WeightVersions,
+        tied_embedding: torch.nn.Parameter | None,
+        num_votes: int = 0,
+        norm_scope: str = "global",
+        calculate_per_token_loss: bool = False,
+        count_zeros: bool = False,
+        timeout_minutes: float | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._leaves = inner_optimizers(optimizer)
+        self._weights = weights
+        self._norm_scope = norm_scope
+        self._per_token = calculate_per_token_loss
+        self._count_zeros = count_zeros
+        self._num_votes = num_votes
+        self._pending: _Pending | None = None
+        self._accumulators = {
+            buffer.grad_data.untyped_storage().data_ptr() for buffer in ddp_buffers(model_chunk)
+        }
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}
+        self._tied_embedding: Any = tied_embedding
+        self._tied_main = _main_parameters_of(tied_embedding, self._leaves)
+        self._layer_wise = tied_embedding is not None and _owns_layer_wise(
+            optimizer, self._tied_main
+        )
+
+        pipeline = gather_ranks(parallel_state.get_pipeline_model_parallel_group())
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        stage_ranks = _stage_of_each_rank()
+        leaf_ranks = _statistics_ranks(optimizer)
+        mine = [r for r in range(dist.get_world_size()) if stage_ranks[r] == self._stage]
+        inside = [tuple(r for r in ranks if r in set(mine)) for ranks in leaf_ranks]
+        embedding: Ranks = (dist.get_rank(),)
+        if tied_embedding is not None:
+            embedding = (pipeline[0], pipeline[-1])
+        distinct = list(dict.fromkeys(inside))
+        # Each family of groups is made by all ranks in this order; a rank that wants fewer kinds
+        # of statistics asks for groups of itself.
+        kinds = _most_kinds(len(distinct))
+        distinct += [(dist.get_rank(),)] * (kinds - len(distinct))
+        groups = new_groups(
+            [tuple(pipeline), embedding, tuple(mine), *distinct], timeout_minutes=timeout_minutes
+        )
+        self._across = StageExchange(group=groups[0], ranks=tuple(pipeline), stage=self._stage)
+        self._embedding_group = groups[1]
+        self._stage_group = groups[2]
+        self._inside_groups = dict(zip(distinct, groups[3:], strict=True))
+        self._leaf_inside = inside
+
+    @property
+    def pending(self) -> bool:
+        """Whether an update was launched and not completed."""
+        return self._pending is not None
+
+    @torch.no_grad()
+    def launch(
+        self,
+        *,
+        batch: int,
+        iteration: int,
+        num_tokens: torch.Tensor | None = None,
+        votes: Sequence[bool] = (),
+        correction_squares: Iterable[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> None:
+        """Take the gradients of ``batch`` and post what crosses stages.
+
+        Args:
+            num_tokens: tokens of the batch on this rank's last stage (int scalar), zero elsewhere.
+            votes: this rank's, as many as ``num_votes``.
+            correction_squares: of the last completed update, see ``ErrorFeedback.squares``; None
+                where it was not measured, on all ranks alike.
+
+        Raises:
+            RuntimeError: the update before was not completed.
+        """
+        if self._pending is not None:
+            raise RuntimeError("an update was launched before the last one was completed")
+        self._optimizer.prepare_grads()
+        gradients = self._take_gradients()
+        works: list[Any] = []
+        if self._embedding_group is not None:
+            works = [
+                dist.all_reduce(gradient, group=self._embedding_group, async_op=True)
+                for gradient in self._tied_gradients(gradients)
+            ]
+        message = self._partial_sums(num_tokens, votes, correction_squares)
+        exchange = self._across.post(message)
+        if exchange is None:
+            extra = None
+            if self._embedding_group is not None:
+                # The last stage posted its part before this rank's last backward could start.
+                for work in works:
+                    work.wait()
+                works = []
+                extra = torch.zeros_like(message)
+                extra[: _ZEROS + 1] = self._stage_sums(tied=True)
+            exchange = self._across.answer(message, extra)
+        for parameter, _ in gradients:
+            parameter.grad = None
+        self._pending = _Pending(
+            batch=batch,
+            iteration=iteration,
+            gradients=gradients,
+            hyperparameters=[
+                (group, {key: group[key] for key in ("lr", "weight_decay") if key in group})
+                for group in self._optimizer.param_groups
+            ],
+            exchange=exchange,
+            works=works,
+            votes=len(votes),
+        )
+
+    @torch.no_grad()
+    def complete(self, *, check_finite: bool = True) -> UpdateReport | None:
+        """Step the optimizer with the launched gradients and publish the version they make.
+
+        Waits for the first stage's answer, which in the steady state has long been there.
+
+        Args:
+            check_finite: raise if the gradient norm is not finite.
+
+        Returns:
+            The report; None if nothing was launched.
+
+        Raises:
+            RuntimeError: the gradient norm is NaN or Inf. The version is not published.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        sums = pending.exchange.wait()
+        for work in pending.works:
+            work.wait()
+        scale = 1.0
+        if self._per_token:
+            scale = 1.0 / max(sums[_TOKENS], 1.0)
+        squares = sums[_SQUARES] if self._norm_scope == "global" else self._own_squares(pending)
+        norm = math.sqrt(squares) * scale if squares >= 0 else math.nan
+        if check_finite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"rank {dist.get_rank()}, iteration {pending.iteration}: the gradient norm is "
+                f"{norm}. The weights made from it were not published and no checkpoint holds "
+                "them. Use --no-check-for-nan-in-loss-and-grad to go on regardless."
+            )
+        clip = self._optimizer.config.clip_grad
+        if clip > 0.0:
+            scale *= min(1.0, clip / (norm + 1.0e-6))
+        if scale != 1.0 and pending.gradients:
+            torch._foreach_mul_([gradient for _, gradient in pending.gradients], scale)
+        succeeded = self._step(pending)
+        ratio = math.sqrt(sums[_CHANGE] / sums[_SIZE]) if sums[_SIZE] > 0 else None
+        return UpdateReport(
+            batch=pending.batch,
+            iteration=pending.iteration,
+            succeeded=succeeded,
+            grad_norm=norm,
+            num_zeros=int(sums[_ZEROS]) if self._count_zeros else None,
+            correction_ratio=ratio,
+            votes=tuple(vote > 0 for vote in sums[_VOTES : _VOTES + pending.votes]),
+        )
+
+    def _step(self, pending: _Pending) -> bool:
+        for parameter, gradient in pending.gradients:
+            parameter.grad = gradient
+        scheduled = [
+            {key: group[key] for key in values} for group, values in pending.hyperparameters
+        ]
+        for group, values in pending.hyperparameters:
+            group.update(values)
+        try:
+            with self._weights.next_version():
+                return bool(self._optimizer.step_with_ready_grads())
+        finally:
+            for (group, _), values in zip(pending.hyperparameters, scheduled, strict=True):
+                group.update(values)
+            for parameter, _ in pending.gradients:
+                parameter.grad = None
+
+    def _take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copy every gradient that lies in an accumulation buffer; the others are ours already."""
+        taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for leaf in self._leaves:
+            for parameter in leaf.get_parameters():
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.untyped_storage().data_ptr() in self._accumulators:
+                    copy = self._copies.get(parameter)
+                    if copy is None:
+                        copy = self._copies[parameter] = torch.empty_like(gradient)
+                    sources.append(gradient)
+                    targets.append(copy)
+                    parameter.grad = gradient = copy
+                taken.append((parameter, gradient))
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        return taken
+
+    def _tied_gradients(
+        self, gradients: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Return what the first and the last stage sum, the same pieces on both."""
+        if not self._layer_wise:
+            return [gradient for parameter, gradient in gradients if id(parameter) in self._tied_main]
+        # The layer-wise optimizer may give the two copies to different data-parallel ranks, so all
+        # of them sum the whole gradient, as Megatron does.
+        assert self._tied_embedding is not None
+        whole = self._tied_embedding.main_grad.float().clone()
+        for i, (parameter, _) in enumerate(gradients):
+            if id(parameter) in self._tied_main:
+                gradients[i] = (parameter, whole)
+                parameter.grad = whole
+        return [whole]
+
+    def _partial_sums(
+        self,
+        num_tokens: torch.Tensor | None,
+        votes: Sequence[bool],
+        correction_squares: Iterable[tuple[torch.Tensor, torch.Tensor]] | None,
+    ) -> torch.Tensor:
+        """Return this stage's numbers, the same on all of its ranks that hold the same parameters.
+
+        Blocks only on ranks of this stage. The tied embedding's gradient is left out: it is not
+        summed yet.
+        """
+        message = torch.zeros(
+            _VOTES + self._num_votes, dtype=torch.float64, device=torch.cuda.current_device()
+        )
+        message[: _ZEROS + 1] = self._stage_sums(tied=False)
+        counted = message[_TOKENS:]
+        # Ranks of one tensor-parallel group have the same tokens; count them once.
+        if (
+            self._per_token
+            and num_tokens is not None
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        ):
+            message[_TOKENS] = num_tokens.to(torch.float64)
+        for change, size in correction_squares or ():
+            message[_CHANGE] += change
+            message[_SIZE] += size
+        for i, vote in enumerate(votes):
+            message[_VOTES + i] = float(vote)
+        if self._stage_group is not None and (
+            self._per_token or votes or correction_squares is not None
+        ):
+            dist.all_reduce(counted, group=self._stage_group)
+        return message
+
+    def _stage_sums(self, *, tied: bool) -> torch.Tensor:
+        """Return [sum of squares, number of zeros] of the gradients, summed over the ranks of this
+        stage that Megatron sums over: of the tied embedding's, or of all others."""
+        device = torch.cuda.current_device()
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        sums: dict[Ranks, torch.Tensor] = {}
+        for leaf, ranks in zip(self._leaves, self._leaf_inside, strict=True):
+            part = sums.setdefault(ranks, torch.zeros_like(total))
+            parameters = [p for p in leaf.get_parameters() if (id(p) in self._tied_main) == tied]
+            gradients = leaf._filter_grads_for_norm(parameters)
+            if not gradients:
+                continue
+            part[0] += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            if self._count_zeros:
+                part[1] += sum(g.numel() - torch.count_nonzero(g) for g in gradients)
+        for ranks, part in sums.items():
+            group = self._inside_groups[ranks]
+            if group is not None:
+                dist.all_reduce(part, group=group)
+            total += part
+        return total
+
+    def _own_squares(self, pending: _Pending) -> float:
+        """The stage's own sum of squares, the tied embedding's summed gradient included."""
+        for parameter, gradient in pending.gradients:
+            parameter.grad = gradient
+        return float((self._stage_sums(tied=False) + self._stage_sums(tied=True))[0])
+
+
+def _main_parameters_of(
+    model_parameter: torch.nn.Parameter | None, leaves: Sequence[Any]
+) -> set[int]:
+    """Return the ids of the torch optimizers' parameters that stand for a model parameter.
+
+    That is its fp32 main parameter or this rank's shard of it, if it has one here.
+    """
+    if model_parameter is None:
+        return set()
+    found = {id(model_parameter)}
+    main = getattr(model_parameter, "main_param", None)
+    if main is not None:
+        found.add(id(main))
+    for leaf in leaves:
+        pairs = zip(
+            getattr(leaf, "model_fp32_groups", []), getattr(leaf, "shard_fp32_groups", [])
+        )
+        for models, shards in pairs:
+            found |= {
+                id(shard)
+                for model, shard in zip(models, shards, strict=True)
+                if model is model_parameter
+            }
+    return found
+
+
+def _owns_layer_wise(optimizer: Any, main_parameters: set[int]) -> bool:
+    """Whether the layer-wise optimizer manages the parameter, on whichever rank.
+
+    It does unless another optimizer of the chain holds it.
+    """
+    links = getattr(optimizer, "chained_optimizers", [])
+    if isinstance(optimizer, LayerWiseDistributedOptimizer):
+        return True
+    layer_wise = [link for link in links if isinstance(link, LayerWiseDistributedOptimizer)]
+    others = [link for link in links if link not in layer_wise]
+    return bool(layer_wise) and not others
+
+
+def _stage_of_each_rank() -> list[int]:
+    stages: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(stages, parallel_state.get_pipeline_model_parallel_rank())
+    return stages
+
+
+def _most_kinds(mine: int) -> int:
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, mine)
+    return max(counts)
+
+
+def _statistics_ranks(optimizer: Any) -> list[Ranks]:
+    """Return, for each of :func:`inner_optimizers`, the ranks over which Megatron sums the
+    statistics of its gradients."""
+    if isinstance(optimizer, LayerWiseDistributedOptimizer):
+        # Each rank owns whole parameters, and Megatron sums over the world.
+        return [gather_ranks(None)] * len(inner_optimizers(optimizer))
+    if hasattr(optimizer, "chained_optimizers"):
+        return [ranks for link in optimizer.chained_optimizers for ranks in _statistics_ranks(link)]
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return []
+    return [gather_ranks(optimizer.get_grad_stats_parallel_group())]

@@ -1,0 +1,259 @@
+"""What ties schedule, weight versions, update and correction together, for one training run.
+
+Megatron's training loop stays as it is; the hooks hand the few calls that matter to the functions
+here. One process trains one model, so there is one engine; it is made when Megatron has built its
+optimizer, before a checkpoint is loaded.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.distributed.finalize_model_grads import _get_shared_word_embedding_weight
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron_async.arguments import AsyncConfig
+from megatron_async.deferred_update import DeferredUpdate, UpdateReport
+from megatron_async.delay_correction import ErrorFeedback
+from megatron_async.schedules import make_pipeline
+from megatron_async.schedules.actions import Kind
+from megatron_async.weight_versions import WeightVersions, inner_optimizers
+
+__all__ = ["Engine", "attach", "current", "deferring"]
+
+_engine: "Engine | None" = None
+
+
+def attach(args: argparse.Namespace, model: list[Any], optimizer: Any) -> "Engine":
+    """Make the engine of this run; called by all ranks right after the optimizer is built.
+
+    Returns:
+        The engine; ``optimizer.step`` is its own from now on.
+    """
+    global _engine
+    _engine = Engine(args, model, optimizer)
+    return _engine
+
+
+def current() -> "Engine | None":
+    """Return the engine of this run, None before the optimizer is built or without one."""
+    return _engine
+
+
+def deferring() -> bool:
+    """Whether the running iteration's update is deferred, so that nothing may wait for a stage."""
+    return _engine is not None and _engine.asynchronous_now and _engine.config.deferred_update
+
+
+class Engine:
+    """The state of one rank's asynchronous training."""
+
+    def __init__(self, args: argparse.Namespace, model: list[Any], optimizer: Any) -> None:
+        if len(model) != 1:
+            raise ValueError("an asynchronous schedule runs one model chunk per rank")
+        self.args = args
+        self.config = AsyncConfig.from_args(args)
+        self.model_chunk = model[0]
+        self.optimizer = optimizer
+        self.asynchronous_now = False
+        """Whether the running (or last) iteration is asynchronous."""
+        self.reports: list[UpdateReport] = []
+        """Completed updates that were not logged yet."""
+        self.last_report: UpdateReport | None = None
+        self._synchronous_step: Callable[[], Any] = optimizer.step
+        optimizer.step = self.step
+
+        model_config = get_model_config(self.model_chunk)
+        # A device-wide synchronisation after every P2P operation would also wait for the update's
+        # collectives in flight. PyTorch has not needed it since 2.0.
+        model_config.batch_p2p_sync = False
+
+        self.weights = WeightVersions(self.model_chunk, optimizer)
+        self.corrections = [
+            ErrorFeedback(leaf.optimizer, strength=self.config.correction_strength)
+            for leaf in inner_optimizers(optimizer)
+            if self.config.corrected
+        ]
+        self.deferred: DeferredUpdate | None = None
+        if self.config.deferred_update:
+            self.deferred = DeferredUpdate(
+                optimizer=optimizer,
+                model_chunk=self.model_chunk,
+                weights=self.weights,
+                tied_embedding=_tied_embedding(self.model_chunk, model_config),
+                norm_scope=self.config.grad_norm_scope,
+                calculate_per_token_loss=model_config.calculate_per_token_loss,
+                count_zeros=optimizer.config.log_num_zeros_in_grad,
+                timeout_minutes=args.distributed_timeout_minutes,
+            )
+        self.pipeline = make_pipeline(
+            self.config.schedule,
+            weights=self.weights,
+            complete_update=self.complete_update,
+            deferred=self.config.deferred_update,
+        )
+
+    # Training iterations
+
+    def forward_backward(self, synchronous: Callable[..., Any], **kwargs: Any) -> Any:
+        """Run Megatron's forward-backward function, or the asynchronous pipeline in its place.
+
+        Args:
+            synchronous: Megatron's own function for this layout.
+            kwargs: what Megatron passes to it.
+        """
+        if kwargs.get("forward_only"):
+            with _selected(self.weights, self.weights.newest):
+                return synchronous(**kwargs)
+        iteration = self.args.curr_iteration
+        if iteration < self.config.start_iteration:
+            self.asynchronous_now = False
+            return synchronous(**kwargs)
+        if not self.asynchronous_now:
+            self._start()
+        return self.pipeline(
+            forward_step_func=kwargs["forward_step_func"],
+            data_iterator=kwargs["data_iterator"],
+            model=kwargs["model"],
+            num_microbatches=kwargs["num_microbatches"],
+            next_num_microbatches=_next_num_microbatches(self.args),
+            last=_ends_after(self.args, iteration),
+            seq_length=kwargs["seq_length"],
+            micro_batch_size=kwargs["micro_batch_size"],
+            decoder_seq_length=kwargs.get("decoder_seq_length"),
+            force_all_reduce=kwargs.get("force_all_reduce", False),
+        )
+
+    def _start(self) -> None:
+        """Begin the asynchronous segment: the weights of this moment are version 0."""
+        self.asynchronous_now = True
+        self.weights.restart(newest=0)
+        for correction in self.corrections:
+            correction.enabled = True
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """What Megatron calls as ``optimizer.step()``.
+
+        Returns:
+            Success, gradient norm and number of zeros, as Megatron's step does: with a deferred
+            update those of the last completed one, None before the first.
+        """
+        if not self.asynchronous_now:
+            result: tuple[bool, float | None, int | None] = self._synchronous_step()
+            return result
+        for action in self.pipeline.closing:
+            match action.kind:
+                case Kind.UPDATE:
+                    self._update_at_once(action.batch)
+                case Kind.LAUNCH_UPDATE:
+                    self._launch_update(action.batch)
+                case Kind.COMPLETE_UPDATE:
+                    self.complete_update()
+        self.pipeline.closing = []
+        report = self.last_report
+        if report is None:
+            return True, None, None
+        return report.succeeded, report.grad_norm, report.num_zeros
+
+    def _update_at_once(self, batch: int) -> None:
+        self._measure_corrections()
+        with self.weights.next_version():
+            succeeded, norm, zeros = self._synchronous_step()
+        self._report(
+            UpdateReport(
+                batch=batch,
+                iteration=self.args.curr_iteration + 1,
+                succeeded=succeeded,
+                grad_norm=0.0 if norm is None else float(norm),
+                num_zeros=zeros,
+            )
+        )
+
+    def _launch_update(self, batch: int) -> None:
+        assert self.deferred is not None
+        squares = None
+        if self.corrections and self._logs(self.args.curr_iteration):
+            squares = [c.squares for c in self.corrections if c.squares is not None]
+        self.deferred.launch(
+            batch=batch,
+            iteration=self.args.curr_iteration + 1,
+            num_tokens=self.pipeline.total_num_tokens,
+            correction_squares=squares,
+        )
+
+    def complete_update(self) -> None:
+        """Complete the launched update, if there is one."""
+        if self.deferred is None or not self.deferred.pending:
+            return
+        self._measure_corrections()
+        report = self.deferred.complete(
+            check_finite=self.args.check_for_nan_in_loss_and_grad,
+        )
+        if report is not None:
+            self._report(report)
+
+    def _report(self, report: UpdateReport) -> None:
+        self.reports.append(report)
+        self.last_report = report
+
+    def _logs(self, iteration: int) -> bool:
+        """Whether scalars are written in this iteration (0-indexed), on some rank."""
+        args = self.args
+        writes = args.tensorboard_dir or getattr(args, "wandb_project", "")
+        return bool(writes) and (iteration + 1) % args.tensorboard_log_interval == 0
+
+    def _measure_corrections(self) -> None:
+        for correction in self.corrections:
+            correction.measure = bool(
+                self.args.tensorboard_dir or getattr(self.args, "wandb_project", "")
+            )
+
+
+def _tied_embedding(model_chunk: Any, config: Any) -> torch.nn.Parameter | None:
+    """Return the embedding weight that another stage has a copy of."""
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if group is None or not parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+        return None
+    if group.size() < 2:
+        return None
+    module = get_attr_wrapped_model(model_chunk, "pre_process", return_model_obj=True)
+    weight: torch.nn.Parameter | None = _get_shared_word_embedding_weight(module, config)
+    return weight if weight is not None and weight.requires_grad else None
+
+
+def _next_num_microbatches(args: argparse.Namespace) -> int:
+    """Return the number of microbatches of the next iteration's batch."""
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    consumed = args.consumed_train_samples + calculator.get_current_running_global_batch_size()
+    following = copy.copy(calculator)
+    following.update(consumed, False)
+    return int(following.get())
+
+
+def _ends_after(args: argparse.Namespace, iteration: int) -> bool:
+    """Whether it is known that no iteration follows this one (0-indexed)."""
+    done = iteration + 1
+    return bool(
+        done >= args.train_iters
+        or (args.exit_interval and done % args.exit_interval == 0)
+        or (args.phase_transition_iterations and done in args.phase_transition_iterations)
+    )
+
+
+class _selected:
+    """The model computes on a version inside the block, and on what it had before after it."""
+
+    def __init__(self, weights: WeightVersions, version: int) -> None:
+        self._weights = weights
+        self._version = version
+        self._before = version
+
+    def __enter__(self) -> None:
+        self._before = self._weights.selected
+        self._weights.select(self._version)
+
+    def __exit__(self, *_: object) -> None:
+        self._weights.select(self._before)

@@ -1,0 +1,358 @@
+"""The runtime of PipeDream-2BW: interprets the action lists with Megatron's own steps.
+
+The order of actions is not decided here but in :mod:`megatron_async.schedules.actions`. The state
+of the pipeline (saved inputs and outputs, the next received input) lives on between the calls that
+Megatron makes once per iteration.
+
+Source: megatron/core/pipeline_parallel/schedules.py,
+``forward_backward_pipelining_without_interleaving``, whose steps, communication and bookkeeping of
+gradient synchronisation these are; arXiv 2006.09503 for the schedule.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
+from megatron_async.schedules.actions import UPDATES, Action, Kind, pipedream_2bw_call
+from megatron_async.weight_versions import WeightVersions
+
+__all__ = ["InFlight", "PipeDream2BW"]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A microbatch between its forward and its backward on this stage."""
+
+    batch: int
+    microbatch: int
+    num_microbatches: int
+    """Of its batch; the loss was divided by it."""
+    input: Any
+    output: Any
+
+
+class PipeDream2BW:
+    """The pipeline of one rank.
+
+    Args:
+        weights: the two weight versions of the model chunk.
+        complete_update: runs a ``COMPLETE_UPDATE`` that stands amid the computation.
+        deferred: whether updates are launched at the end of a call and completed in the next.
+        before_next_batch: called right before the first forward of the batch after the running
+            one; the random state of that moment is what a resumed run has to start from.
+    """
+
+    name = "pipedream-2bw"
+
+    def __init__(
+        self,
+        *,
+        weights: WeightVersions,
+        complete_update: Callable[[], None],
+        deferred: bool,
+        before_next_batch: Callable[[], None] | None = None,
+    ) -> None:
+        self.weights = weights
+        self.batch = 0
+        """Batch that the next call runs backward, counted from the start of the asynchronous
+        segment."""
+        self.in_flight: deque[InFlight] = deque()
+        self.filled = False
+        """Whether the pipeline holds microbatches of batch :attr:`batch`."""
+        self.closing: list[Action] = []
+        """The update actions that end the last call; the optimizer's step runs them."""
+        self.total_num_tokens: torch.Tensor | None = None
+        """Tokens of the last call's batch on the last stage (int scalar), for the per-token loss."""
+        self._complete_update = complete_update
+        self._deferred = deferred
+        self._before_next_batch = before_next_batch
+        self._received_input: Any = None
+        self._p2p: P2PCommunicator | None = None
+        self._groups: Any = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        next_num_microbatches: int,
+        last: bool,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run batch :attr:`batch` backward and the first microbatches of the next one forward.
+
+        Takes what Megatron passes to its forward-backward function, and:
+
+        Args:
+            next_num_microbatches: number of microbatches of the batch after this one.
+            last: no batch follows; leave the pipeline empty.
+
+        Returns:
+            What Megatron's function returns: the reduced losses, one entry per microbatch, on the
+            last stage; an empty list elsewhere.
+
+        Raises:
+            ValueError: fewer microbatches than stages - 1.
+            RuntimeError: ``batch_p2p_sync`` is on.
+        """
+        model = _only(model)
+        config = get_model_config(model)
+        p2p = self._communicator(config)
+        actions = pipedream_2bw_call(
+            stages=p2p.total_stages,
+            stage=p2p.current_stage,
+            batch=self.batch,
+            microbatches=num_microbatches,
+            next_microbatches=next_num_microbatches,
+            first=not self.filled,
+            last=last,
+            deferred=self._deferred,
+        )
+        run = _Call(
+            pipeline=self,
+            forward_step_func=forward_step_func,
+            data_iterator=_only(data_iterator),
+            model=model,
+            config=config,
+            p2p=p2p,
+            groups=self._groups,
+            num_microbatches={self.batch: num_microbatches, self.batch + 1: next_num_microbatches},
+            shapes=megatron_schedules.get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,  # type: ignore[arg-type]
+                config=config,
+                tp_group=self._groups.tp,
+                cp_group=self._groups.cp,
+            ),
+        )
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(
+                barrier=config.barrier_with_L1_time
+            )
+        computing = [action for action in actions if not self._closes(action, actions)]
+        run.perform(computing)
+        self.closing = actions[len(computing) :]
+        self.total_num_tokens = run.total_num_tokens
+        self._finalize(model, config, run.total_num_tokens, force_all_reduce)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        self.batch += 1
+        self.filled = not last
+        return run.forward_data_store
+
+    def drop(self) -> None:
+        """Forget the microbatches in flight; the next call fills the pipeline anew."""
+        self.in_flight.clear()
+        self._received_input = None
+        self.filled = False
+
+    @staticmethod
+    def _closes(action: Action, actions: list[Action]) -> bool:
+        """Whether an update action stands behind the last computation of its call."""
+        if action.kind not in UPDATES:
+            return False
+        if action.kind is not Kind.COMPLETE_UPDATE:
+            return True
+        return action.batch == max(a.batch for a in actions if a.kind is Kind.LAUNCH_UPDATE)
+
+    def _communicator(self, config: Any) -> P2PCommunicator:
+        if config.batch_p2p_comm and config.batch_p2p_sync:
+            raise RuntimeError(
+                "megatron_async: config.batch_p2p_sync has to be False: it synchronises the whole "
+                "device after every P2P operation, in-flight collectives of the update included"
+            )
+        if config.overlap_p2p_comm:
+            raise RuntimeError(
+                "megatron_async: config.overlap_p2p_comm belongs to the interleaved schedule; "
+                "pipedream-2bw does not have it"
+            )
+        if self._p2p is None:
+            self._p2p = P2PCommunicator(
+                pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config
+            )
+            self._groups = megatron_schedules._build_default_pg_collection()
+        return self._p2p
+
+    def _finalize(
+        self, model: Any, config: Any, num_tokens: torch.Tensor, force_all_reduce: bool | None
+    ) -> None:
+        """The stage's own gradient reductions; with a deferred update, nothing across stages."""
+        if config.finalize_model_grads_func is None:
+            return
+        per_token = config.calculate_per_token_loss and not self._deferred
+        config.finalize_model_grads_func(
+            [model],
+            num_tokens if per_token else None,
+            pg_collection=self._groups,
+            force_all_reduce=force_all_reduce,
+        )
+
+
+class _Call:
+    """One call of the pipeline: what Megatron passed, and how each kind of action is run."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: PipeDream2BW,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        config: Any,
+        p2p: P2PCommunicator,
+        groups: Any,
+        num_microbatches: dict[int, int],
+        shapes: Any,
+    ) -> None:
+        self.pipeline = pipeline
+        self.forward_step_func = forward_step_func
+        self.data_iterator = data_iterator
+        self.model = model
+        self.config = config
+        self.p2p = p2p
+        self.groups = groups
+        self.num_microbatches = num_microbatches
+        self.shapes = shapes
+        self.forward_data_store: list[Any] = []
+        self.total_num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
+        self._batch = pipeline.batch
+        self._output: Any = None
+        self._output_grad: Any = None
+        self._input_grad: Any = None
+
+    def perform(self, actions: list[Action]) -> None:
+        p2p, first, last = self.p2p, self.p2p.is_pp_first_stage, self.p2p.is_pp_last_stage
+        pipeline = self.pipeline
+        synchronised_in = max(
+            (i for i, action in enumerate(actions) if action.kind is Kind.BACKWARD), default=-1
+        )
+        with contextlib.ExitStack() as unsynchronised:
+            unsynchronised.enter_context(self._no_sync())
+            for i, action in enumerate(actions):
+                match action.kind:
+                    case Kind.RECV_FORWARD:
+                        pipeline._received_input = p2p.recv_forward(self.shapes, first)
+                    case Kind.FORWARD:
+                        self._forward(action)
+                    case Kind.SEND_FORWARD:
+                        p2p.send_forward(self._output, last)
+                        self._release_output()
+                    case Kind.SEND_FORWARD_RECV_BACKWARD:
+                        self._output_grad = p2p.send_forward_recv_backward(
+                            self._output, self.shapes, last
+                        )
+                        self._release_output()
+                    case Kind.RECV_BACKWARD:
+                        self._output_grad = p2p.recv_backward(self.shapes, last)
+                    case Kind.BACKWARD:
+                        if i == synchronised_in:
+                            # Data-parallel reductions start in the batch's last backward.
+                            unsynchronised.close()
+                        self._backward(action)
+                    case Kind.SEND_BACKWARD:
+                        p2p.send_backward(self._input_grad, first)
+                    case Kind.SEND_BACKWARD_RECV_FORWARD:
+                        pipeline._received_input = p2p.send_backward_recv_forward(
+                            self._input_grad, self.shapes, first
+                        )
+                    case Kind.COMPLETE_UPDATE:
+                        pipeline._complete_update()
+                    case Kind.LAUNCH_UPDATE | Kind.UPDATE:
+                        raise AssertionError("an update is launched by the optimizer's step")
+
+    def _no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.no_sync_func is None:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self.config.no_sync_func()
+        return context
+
+    def _forward(self, action: Action) -> None:
+        pipeline = self.pipeline
+        if action.batch > self._batch and action.microbatch == 0 and pipeline._before_next_batch:
+            pipeline._before_next_batch()
+        pipeline.weights.select(action.version)
+        num_microbatches = self.num_microbatches[action.batch]
+        received, pipeline._received_input = pipeline._received_input, None
+        output, num_tokens = megatron_schedules.forward_step(
+            self.forward_step_func,
+            self.data_iterator,
+            self.model,
+            num_microbatches,
+            received,
+            # Only the last stage fills it, and it never forwards the next batch ahead.
+            self.forward_data_store,
+            self.config,
+            cp_group_size=self.groups.cp.size(),
+            is_first_microbatch=action.microbatch == 0,
+            current_microbatch=action.microbatch,
+            is_last_stage=self.p2p.is_pp_last_stage,
+        )
+        self.total_num_tokens += num_tokens
+        self._output = output
+        pipeline.in_flight.append(
+            InFlight(
+                batch=action.batch,
+                microbatch=action.microbatch,
+                num_microbatches=num_microbatches,
+                input=received,
+                output=output,
+            )
+        )
+
+    def _release_output(self) -> None:
+        megatron_schedules.deallocate_output_tensor(
+            self._output, self.config.deallocate_pipeline_outputs
+        )
+        self._output = None
+
+    def _backward(self, action: Action) -> None:
+        pipeline = self.pipeline
+        done = pipeline.in_flight.popleft()
+        if (done.batch, done.microbatch) != (action.batch, action.microbatch):
+            raise AssertionError(f"{action} found microbatch {done.microbatch} of {done.batch}")
+        pipeline.weights.select(action.version)
+        self._set_moe_loss_scale(done)
+        self._input_grad = megatron_schedules.backward_step(
+            done.input, done.output, self._output_grad, self.config
+        )
+        self._output_grad = None
+
+    def _set_moe_loss_scale(self, done: InFlight) -> None:
+        """Megatron keeps the auxiliary loss's scale in a global that each forward sets; the last
+        forward was of another batch, perhaps of another number of microbatches."""
+        config = self.config
+        if getattr(config, "num_moe_experts", None) is None:
+            return
+        scale = megatron_schedules._get_moe_loss_scale(
+            config, megatron_schedules.get_tensor_device(_only(done.output))
+        )
+        if not config.calculate_per_token_loss:
+            scale = scale * self.groups.cp.size() / done.num_microbatches
+        megatron_schedules.MoEAuxLossAutoScaler.set_loss_scale(scale)
+
+
+def _only(value: Any) -> Any:
+    """Megatron passes a list of model chunks (of iterators) or the only one."""
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise ValueError(
+                f"pipedream-2bw runs one model chunk per rank, got {len(value)}: drop the flags of "
+                "virtual pipeline stages (--num-layers-per-virtual-pipeline-stage and the like)"
+            )
+        return value[0]
+    return value
+

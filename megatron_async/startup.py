@@ -1,0 +1,34 @@
+"""From a command line to a run: which hooks it needs, and the checks on its flags."""
+
+import argparse
+import os
+import sys
+
+from megatron_async.arguments import AsyncConfig, add_arguments, set_defaults
+
+__all__ = ["check_arguments", "flags_in"]
+
+
+def flags_in(argv: list[str]) -> bool:
+    """Whether a flag of this package stands on the command line, whatever its value."""
+    parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    ours = {option for action in parser._actions for option in action.option_strings}
+    return any(argument.partition("=")[0] in ours - {"--cpu"} for argument in argv)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Adjust and check Megatron's arguments, right after its own ``validate_args``.
+
+    Raises:
+        SystemExit: the flags cannot be combined; rank 0 prints why, once.
+    """
+    try:
+        from megatron_async import validation
+    except ImportError:
+        validation = None  # type: ignore[assignment]
+    notices = set_defaults(args)
+    if validation is not None and AsyncConfig.from_args(args) is not None:
+        notices += validation.check(args)
+    if int(os.environ.get("RANK", "0")) == 0:
+        for notice in notices:
+            print(f"megatron_async: {notice}", file=sys.stderr, flush=True)

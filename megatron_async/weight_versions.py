@@ -1,0 +1,244 @@
+"""Two weight versions, each in a buffer of its own.
+
+Version v lives in buffer v mod 2 (or its other, if training began there). A batch's forward and backward use one buffer from first to last,
+so nothing that autograd saved (leaf parameters, transposed views as in F.linear, aliases that fused
+layers keep) is overwritten under a live graph. Selecting a version repoints ``param.data``; making
+version v + 1 copies version v into the other buffer and lets Megatron's unmodified optimizer step
+write there. One live buffer with one stash would corrupt saved views without a word.
+
+Source: "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1; what has
+to be repointed together was read off megatron/core/distributed/param_and_grad_buffer.py and
+megatron/core/optimizer/distrib_optimizer.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+__all__ = ["WeightVersions", "ddp_buffers", "distributed_optimizer_shards", "inner_optimizers"]
+
+
+def ddp_buffers(model_chunk: Any) -> list[Any]:
+    """Return the parameter and gradient buffers of Megatron's DDP wrapper, experts' included.
+
+    ``torch.nn.Module.buffers`` is a method; only Megatron's wrapper shadows it with a list.
+    """
+    buffers = model_chunk.buffers
+    if callable(buffers):
+        return []
+    return [*buffers, *model_chunk.expert_parallel_buffers]
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Return the Megatron optimizers that hold one torch optimizer each, in a fixed order.
+
+    Chains (and the layer-wise optimizer, which is one) may be nested; stubs of ranks without
+    trainable parameters are left out.
+    """
+    if hasattr(optimizer, "chained_optimizers"):
+        return [leaf for link in optimizer.chained_optimizers for leaf in inner_optimizers(link)]
+    return [] if getattr(optimizer, "is_stub_optimizer", False) else [optimizer]
+
+
+def distributed_optimizer_shards(optimizer: Any) -> list[torch.Tensor]:
+    """Return the optimizer's shards that are views of model parameters.
+
+    The distributed optimizer keeps copies of what is in 16 bits, as both views
+    (``shard_float16_groups``) and fp32 main parameters; of fp32 parameters it steps the view
+    itself. Both kinds of view have to follow the weight version.
+    """
+    shards: list[torch.Tensor] = []
+    for leaf in inner_optimizers(optimizer):
+        for name in ("shard_float16_groups", "shard_fp32_groups"):
+            for group in getattr(leaf, name, []):
+                shards.extend(shard for shard in group if shard is not None)
+    return shards
+
+
+class WeightVersions:
+    """The weights of one model chunk in two versions.
+
+    Memory: one more copy of the trainable weights in the model's precision, padding of the
+    distributed optimizer's buffers included. Frozen parameters are shared by both versions.
+
+    Args:
+        model_chunk: Megatron's ``DistributedDataParallel``.
+        optimizer: Megatron's optimizer of that chunk; its views of the weights are repointed too.
+    """
+
+    def __init__(self, model_chunk: Any, optimizer: Any) -> None:
+        self._parameters = [p for p in model_chunk.parameters() if p.requires_grad]
+        self._flat_buffers = [
+            buffer for buffer in ddp_buffers(model_chunk) if buffer.param_data is not None
+        ]
+        self._bucket_groups = [
+            *getattr(model_chunk, "bucket_groups", []),
+            *getattr(model_chunk, "expert_parallel_bucket_groups", []),
+        ]
+        self._shards = distributed_optimizer_shards(optimizer)
+        # Views are recognised by their storage, and rebuilt at the same offset of the other one.
+        self._twin_of_storage = {
+            buffer.param_data.untyped_storage().data_ptr(): buffer.param_data.clone()
+            for buffer in self._flat_buffers
+        }
+        mine = [p.data for p in self._parameters]
+        twins = []
+        for data in mine:
+            twin = self._twin_view(data)
+            twins.append(data.clone() if twin is None else twin)
+
+        self._data = (mine, twins)
+        self._flat = self._both([buffer.param_data for buffer in self._flat_buffers])
+        self._buckets = self._both(
+            [bucket.param_data for buffer in self._flat_buffers for bucket in buffer.buckets]
+        )
+        self._shard_data = self._both([shard.data for shard in self._shards])
+        loose = [i for i, data in enumerate(mine) if self._twin_view(data) is None]
+        self._loose = ([mine[i] for i in loose], [twins[i] for i in loose])
+
+        self._offset = 0
+        self.newest = 0
+        """Number of the newest complete version."""
+        self.selected = 0
+        """Number of the version that the model's parameters point to."""
+
+    def _twin_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the view of the second flat buffer that corresponds to a view of the first."""
+        twin = self._twin_of_storage.get(tensor.untyped_storage().data_ptr())
+        if twin is None:
+            return None
+        return twin.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _both(self, views: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        twins = []
+        for view in views:
+            twin = self._twin_view(view)
+            if twin is None:
+                # A shard of a parameter that is in no flat buffer.
+                raise RuntimeError(
+                    "megatron_async: a view of the weights lies outside of the parameter buffers "
+                    "of Megatron's DistributedDataParallel; this layout is not supported"
+                )
+            twins.append(twin)
+        return views, twins
+
+    def select(self, version: int) -> None:
+        """Let the model compute on ``version``, the newest or the one before it.
+
+        Raises:
+            ValueError: another version than these two was asked for; its buffer is reused.
+        """
+        if version not in (self.newest, self.newest - 1) or version < 0:
+            raise ValueError(
+                f"weight version {version} is gone or not there yet: the newest is {self.newest}"
+            )
+        self._point_to(version)
+
+    def _point_to(self, version: int) -> None:
+        if version == self.selected:
+            return
+        self.selected = version
+        side = self._side(version)
+        self._repoint_parameters(side)
+        self._repoint_flat_buffers(side)
+        self._repoint_shards(side)
+
+    def _repoint_parameters(self, side: int) -> None:
+        for parameter, data in zip(self._parameters, self._data[side], strict=True):
+            parameter.data = data
+
+    def _repoint_flat_buffers(self, side: int) -> None:
+        """What all-gathers of the parameters write to, and where main parameters are copied to."""
+        buckets = iter(self._buckets[side])
+        for buffer, flat in zip(self._flat_buffers, self._flat[side], strict=True):
+            buffer.param_data = flat
+            for bucket in buffer.buckets:
+                bucket.param_data = next(buckets)
+        for group in self._bucket_groups:
+            # Views of the other side, cached at the first all-gather.
+            group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+
+    def _repoint_shards(self, side: int) -> None:
+        for shard, data in zip(self._shards, self._shard_data[side], strict=True):
+            shard.data = data
+
+    @contextmanager
+    def next_version(self) -> Iterator[int]:
+        """Make version ``newest + 1``: the body is the optimizer's step.
+
+        The body starts on a copy of the newest version, in the buffer of the one before. The
+        version counts as made only if the body does not raise; until then, and if it does raise,
+        ``newest`` stays. Afterwards the model computes on the newest version.
+
+        In-place steps on parameters that a live graph saved are allowed here: the graph belongs to
+        the other buffer, so autograd's check of version counters would be a false alarm.
+        """
+        version = self.newest + 1
+        source, target = self._side(self.newest), self._side(version)
+        with torch.no_grad():
+            for old, new in zip(self._flat[source], self._flat[target], strict=True):
+                new.copy_(old)
+            if self._loose[source]:
+                torch._foreach_copy_(self._loose[target], self._loose[source])
+        before = self.selected
+        self._point_to(version)
+        try:
+            with _unsafe_preserve_version_counter(tuple(self._parameters)):
+                yield version
+        except BaseException:
+            self._point_to(before)
+            raise
+        self.newest = version
+
+    def _side(self, version: int) -> int:
+        return (version + self._offset) % 2
+
+    def restart(self, *, newest: int = 0) -> None:
+        """Number what the model points to now as version ``newest``.
+
+        Called when training begins to be asynchronous, after a checkpoint was loaded or after
+        synchronous iterations: the weights are where Megatron's own code wrote them.
+        """
+        self._offset += self._side(self.selected) - self._side(newest)
+        self.newest = self.selected = newest
+
+    def set_previous(self, values: Sequence[torch.Tensor]) -> None:
+        """Set the version before the newest, from one tensor per trainable parameter.
+
+        Raises:
+            ValueError: the number of tensors or a shape differs.
+        """
+        targets = self._data[self._side(self.newest - 1)]
+        if len(values) != len(targets):
+            raise ValueError(f"expected {len(targets)} tensors, got {len(values)}")
+        with torch.no_grad():
+            for target, value in zip(targets, values, strict=True):
+                if target.shape != value.shape:
+                    raise ValueError(f"expected shape {target.shape}, got {value.shape}")
+                target.copy_(value)
+
+    def tensors(self, version: int) -> list[torch.Tensor]:
+        """Return the data of every trainable parameter at ``version`` (views, not copies).
+
+        Order and shapes are those of ``parameters()`` with ``requires_grad``.
+        """
+        if version not in (self.newest, self.newest - 1):
+            raise ValueError(f"weight version {version} is gone: the newest is {self.newest}")
+        return self._data[self._side(version)]
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trainable parameters, in the order of :meth:`tensors`."""
+        return self._parameters
+
+    def storages(self, version: int) -> list[torch.UntypedStorage]:
+        """The unique storages that hold ``version``, to count memory by."""
+        side = self._side(version)
+        found = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+            for tensor in (*self._flat[side], *self._loose[side])
+        }
+        return list(found.values())
