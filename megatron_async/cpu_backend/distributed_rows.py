@@ -1,0 +1,147 @@
+"""What is replaced in ``torch.distributed``: gloo takes the place of NCCL.
+
+Under gloo, all of all_reduce (with AVG too), reduce, broadcast, reduce_scatter_tensor,
+all_gather_into_tensor, their coalesced forms and ``async_op=True`` work as they are.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_async.cpu_backend.table import Replacement
+
+__all__ = ["distributed_rows"]
+
+_VERSIONS = ">=2.6"
+
+
+def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        return original(backend if backend == "fake" else "gloo", *args, **kwargs)
+
+    return init_process_group
+
+
+def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+        **_kwargs: Any,
+    ) -> Any:
+        return original(
+            ranks,
+            timeout=timeout,
+            backend=None if backend in (None, "nccl", "ucc") else backend,
+            use_local_synchronization=use_local_synchronization,
+            group_desc=group_desc,
+        )
+
+    return new_group
+
+
+class _Works:
+    """Several pending operations, awaited as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, *args: Any) -> bool:
+        return all(work.wait(*args) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({output.numel() for output in tensor_list}) == 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        group = group or dist.group.WORLD
+        own = tensor_list[dist.get_rank(group)]
+        if own.data_ptr() != tensor.data_ptr():
+            own.copy_(tensor)
+        works = _Works(
+            [
+                dist.broadcast(
+                    output, src=dist.get_global_rank(group, rank), group=group, async_op=True
+                )
+                for rank, output in enumerate(tensor_list)
+                if output.numel()
+            ]
+        )
+        if async_op:
+            return works
+        works.wait()
+        return None
+
+    return all_gather
+
+
+def _as_list(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
+def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        return original(
+            output,
+            input,
+            _as_list(output_split_sizes),
+            _as_list(input_split_sizes),
+            group=group,
+            async_op=async_op,
+        )
+
+    return all_to_all_single
+
+
+def distributed_rows() -> list[Replacement]:
+    """The rows for ``torch.distributed``."""
+
+    def row(attribute: str, make: Callable[[Any], Any], why: str) -> Replacement:
+        return Replacement(
+            target="torch.distributed", attribute=attribute, make=make, why=why, versions=_VERSIONS
+        )
+
+    no_nccl = "NCCL needs GPUs; its options and a device mean nothing to gloo"
+    return [
+        row("init_process_group", _init_process_group, no_nccl),
+        row("new_group", _new_group, no_nccl),
+        row(
+            "all_gather",
+            _all_gather,
+            "gloo refuses tensors of unequal sizes, which NCCL gathers by broadcasts "
+            "(Megatron's layer-wise optimizer: core/optimizer/layer_wise_optimizer.py)",
+        ),
+        row(
+            "all_to_all_single",
+            _all_to_all_single,
+            "Megatron leaves split sizes on the host as tensors, which are lists once they come "
+            "from a GPU (core/transformer/moe/token_dispatcher.py)",
+        ),
+    ]

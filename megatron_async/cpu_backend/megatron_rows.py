@@ -1,0 +1,158 @@
+"""What is replaced in Megatron itself: four places that CUDA's absence alone does not explain."""
+
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+from megatron_async.cpu_backend.table import Replacement
+
+__all__ = ["FusedAdam", "megatron_rows"]
+
+_VERSIONS = ">=0.19,<0.20"
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with the interface and the state of Apex's ``FusedAdam``.
+
+    The step counter is the integer ``param_groups[i]["step"]``; a parameter's state is ``exp_avg``
+    and ``exp_avg_sq``, of the parameter's shape and dtype. ``capturable`` and ``bias_correction``
+    must keep their defaults.
+
+    Raises:
+        ValueError: an option asks for what this class does not do.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        bias_correction: bool = True,
+    ) -> None:
+        if capturable:
+            raise ValueError("capturable Adam is for CUDA graphs: drop --optimizer-cuda-graph")
+        if not bias_correction:
+            raise ValueError("FusedAdam of the CPU backend always corrects the bias")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        update = adamw if self.adam_w_mode else adam
+        for group in self.param_groups:
+            # The counter runs on in groups without gradients, as Apex's does.
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            for param in params:
+                state = self.state[param]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg_sq"] = torch.zeros_like(param)
+            update(
+                params,
+                [param.grad for param in params],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                [],
+                # torch counts these up itself.
+                [torch.tensor(float(group["step"] - 1)) for _ in params],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def _compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
+    def compile_helpers() -> None:
+        if find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
+
+
+def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new(
+        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> torch.nn.Module:
+        sequence_parallel = config.sequence_parallel
+        config.sequence_parallel = False
+        try:
+            norm: torch.nn.Module = original(cls, config, hidden_size, eps=eps, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        for param in norm.parameters():
+            param.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    return new
+
+
+def megatron_rows() -> list[Replacement]:
+    """The rows for ``megatron.core``."""
+    optimizer = "megatron.core.optimizer"
+    distributed = "megatron.core.optimizer.distrib_optimizer"
+    adam_why = (
+        "without Transformer Engine and Apex, DistributedOptimizer cannot resume torch's Adam: "
+        "it expects the step counter in the state that it has not yet created "
+        "(core/optimizer/distrib_optimizer.py, state_dict and load_state_dict)"
+    )
+    values: list[tuple[str, str, Any]] = [
+        (optimizer, "Adam", FusedAdam),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        (distributed, "Adam", FusedAdam),
+        (distributed, "HAVE_APEX_OR_TE", True),
+        (distributed, "USING_APEX_OPTIMIZER", True),
+    ]
+    rows = [
+        Replacement(
+            target=target,
+            attribute=attribute,
+            make=lambda _, value=value: value,  # type: ignore[misc]
+            why=adam_why,
+            versions=_VERSIONS,
+        )
+        for target, attribute, value in values
+    ]
+    rows.append(
+        Replacement(
+            target="megatron.core.transformer.torch_norm:WrappedTorchNorm",
+            attribute="__new__",
+            make=_norm,
+            why="torch's norms are refused under sequence parallelism, only because their "
+            "parameters lack the mark by which finalize_model_grads all-reduces their gradients "
+            "over tensor parallel ranks (core/transformer/torch_norm.py): set the mark",
+            versions=_VERSIONS,
+        )
+    )
+    rows.append(
+        Replacement(
+            target="megatron.core.datasets.utils",
+            attribute="compile_helpers",
+            make=_compile_helpers,
+            why="the wheel brings the helper compiled but no Makefile, and exits when `make` fails",
+            versions=_VERSIONS,
+        )
+    )
+    return rows
