@@ -105,7 +105,6 @@ class _Stage:
             self.ahead = 2 * self.ahead + (chunks - 1) * stages
         start = min(batches, default=0)
         # Of a resumed run the previous version too is at hand.
-        self.newest = start
         self.resident = {v % (delay + 1): v for v in range(max(start - delay, 0), start + 1)}
         self.in_flight: dict[_Microbatch, int] = {}
         self.forwarded: set[_Microbatch] = set()
@@ -193,6 +192,11 @@ class _Stage:
     def _update(self, action: Action) -> str | None:
         if action.version != action.batch + 1:
             return f"batch {action.batch} makes version {action.batch + 1}"
+        if action.kind is not Kind.LAUNCH_UPDATE:
+            lost = self.resident.get(action.version % (self.delay + 1))
+            users = sum(version == lost for version in self.in_flight.values())
+            if users:
+                return f"version {lost} is overwritten while {users} microbatches in flight need it"
         if action.kind is not Kind.COMPLETE_UPDATE:
             if action.batch != self.last_launched + 1:
                 return f"the next update is that of batch {self.last_launched + 1}"
@@ -205,14 +209,8 @@ class _Stage:
         if action.kind is not Kind.LAUNCH_UPDATE:
             if self.launched != action.batch:
                 return f"the update of batch {action.batch} was not launched"
-            slot = action.version % (self.delay + 1)
-            lost = self.resident.get(slot)
-            users = sum(version == lost for version in self.in_flight.values())
-            if users:
-                return f"version {lost} is overwritten while {users} microbatches in flight need it"
             self.launched = None
-            self.newest = action.version
-            self.resident[slot] = action.version
+            self.resident[action.version % (self.delay + 1)] = action.version
         return None
 
     def _communicate(self, action: Action) -> str | None:
