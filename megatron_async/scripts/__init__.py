@@ -1,0 +1,1 @@
+"""Training scripts for people who have Megatron's wheel but no checkout of Megatron-LM."""
