@@ -12,10 +12,9 @@ from megatron_async import cpu_backend
 
 def main() -> None:
     script = sys.argv[1]
-    sys.argv = [script, *cpu_backend.apply_argument_defaults(sys.argv[2:])]
     # As `python SCRIPT` would. It comes first so that a checkout of Megatron wins over a wheel.
     sys.path[0] = str(Path(script).resolve().parent)
-    cpu_backend.install()
+    sys.argv = [script, *cpu_backend.prepare(sys.argv[2:])]
     runpy.run_path(script, run_name="__main__")
 
 
