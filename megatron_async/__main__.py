@@ -37,7 +37,11 @@ def main(argv: list[str]) -> None:
     if on_cpu:
         from megatron_async import cpu_backend
 
-        argv[1:] = cpu_backend.prepare(argv[1:])
+        try:
+            argv[1:] = cpu_backend.apply_argument_defaults(argv[1:])
+        except ValueError as error:
+            raise SystemExit(f"megatron_async: {error}") from None
+        cpu_backend.install()
     from megatron_async.startup import flags_in
 
     if flags_in(argv[1:]):
