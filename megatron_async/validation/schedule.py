@@ -1,0 +1,304 @@
+"""Rules that follow from the schedule: microbatches of two batches, and of two weight versions, are
+in flight at once, also between iterations."""
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from megatron_async.validation.rule import Rule, Subject, dest_of, given, rule
+
+__all__ = ["RULES", "batch_sizes"]
+
+
+def batch_sizes(subject: Subject) -> list[int]:
+    """Global batch sizes of the asynchronous iterations, in samples, in order.
+
+    Source: ``StepBatchsizeNumMicroBatchesCalculator`` in
+    megatron/core/num_microbatches_calculator.py, where a size holds while the samples consumed so
+    far are below the next threshold.
+    """
+    schedule = subject.get("step_batch_size_schedule")
+    if schedule is None:
+        return [int(subject.get("global_batch_size"))]
+    steps = _steps(schedule, subject.get("seq_length"))
+    sizes: list[int] = []
+    consumed = iteration = 0
+    for (_, size), (end, _) in zip(steps, [*steps[1:], (None, 0)], strict=True):
+        iterations = math.inf if end is None else max(0, math.ceil((end - consumed) / size))
+        if iterations and iteration + iterations > subject.config.start_iteration:
+            sizes.append(size)
+        if end is not None:
+            consumed += int(iterations) * size
+            iteration += int(iterations)
+    return sizes
+
+
+def _steps(schedule: str, seq_length: int | None) -> list[tuple[int, int]]:
+    """(first sample, batch size) of each step, through Megatron's own parser."""
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    steps: list[tuple[int, int]] = StepBatchsizeNumMicroBatchesCalculator._parse_schedule(
+        schedule, seq_length
+    )
+    return steps
+
+
+def _microbatches(subject: Subject) -> int:
+    """The least number of microbatches of an asynchronous iteration."""
+    samples = int(subject.get("micro_batch_size")) * subject.replicas
+    return min(size // samples for size in batch_sizes(subject))
+
+
+def _too_few(subject: Subject) -> str:
+    p, m = subject.stages, _microbatches(subject)
+    stepped = subject.get("step_batch_size_schedule") is not None
+    where = "a step of --step-batch-size-schedule has" if stepped else "there are"
+    samples = int(subject.get("micro_batch_size")) * subject.replicas
+    return (
+        f"{where} {m} microbatches a batch, and {p} stages need at least {p - 1}, so that the one "
+        f"before the last update is complete when its weights are needed (microbatches = global "
+        f"batch / (micro batch * data parallel size); {p - 1} are {(p - 1) * samples} samples)"
+    )
+
+
+def _balancing(kind: str) -> Callable[[Subject], bool]:
+    def applies(subject: Subject) -> bool:
+        given = subject.get("moe_router_load_balancing_type", "none")
+        moe = subject.get("num_experts") is not None
+        return moe and kind in ([given] if isinstance(given, str) else list(given))
+
+    return applies
+
+
+def _interleaved(dest: str) -> Callable[[Subject], bool]:
+    return lambda s: (
+        s.get("virtual_pipeline_model_parallel_size") is not None and s.get(dest) is not None
+    )
+
+
+_PIPELINE = (
+    rule(
+        "--global-batch-size",
+        _too_few,
+        "Raise the batch size, lower --micro-batch-size, or use fewer stages.",
+        when=lambda s: _microbatches(s) < s.stages - 1,
+        name="too_few_microbatches",
+    ),
+    *(
+        rule(
+            flag,
+            "the schedule has one model chunk per stage, and interleaving has no bubble left to "
+            "shrink",
+            "Drop it, and give each stage one chunk of layers.",
+            when=_interleaved(dest_of(flag)),
+        )
+        for flag in (
+            "--num-layers-per-virtual-pipeline-stage",
+            "--num-virtual-stages-per-pipeline-rank",
+            "--pipeline-model-parallel-layout",
+        )
+    ),
+    rule(
+        "--overlap-moe-expert-parallel-comm",
+        "it runs the forward and backward of two microbatches in an order of its own",
+    ),
+    rule(
+        "--delay-wgrad-compute",
+        "weight gradients would be added after the batch's gradient has been taken",
+    ),
+    rule(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "weight gradients would be added after the batch's gradient has been taken",
+    ),
+    rule(
+        "--defer-embedding-wgrad-compute",
+        "it computes weight gradients in the pipeline flush, and there is no flush",
+    ),
+    rule(
+        "--fine-grained-activation-offloading",
+        "its offload and reload order is that of Megatron's schedules, reset in every iteration "
+        "while microbatches are in flight",
+        "Drop it; --recompute-granularity saves memory too.",
+    ),
+    rule(
+        "--cpu-offloading-num-layers",
+        "its offload order assumes that a microbatch's backward follows its own forward",
+        "Drop it; --recompute-granularity saves memory too.",
+    ),
+    rule(
+        "--use-ring-exchange-p2p",
+        "it needs a torch build of its own and waits for every transfer",
+    ),
+    rule(
+        "--hybrid-context-parallel",
+        "it runs a schedule of its own with a number of microbatches that changes every iteration",
+    ),
+    rule(
+        "--sft",
+        "the statistics of packed sequences are summed over all ranks in each iteration, if a rank "
+        "ran a forward in it; in the last iteration not every stage does, and the job would hang",
+        "Train on unpacked sequences.",
+    ),
+    rule(
+        "--dataloader-inter-document-masking",
+        "the statistics of packed sequences are summed over all ranks in each iteration, if a rank "
+        "ran a forward in it; in the last iteration not every stage does, and the job would hang",
+        "Use --reset-attention-mask instead.",
+    ),
+    rule(
+        "variable_seq_lengths (model configuration)",
+        "stages then exchange shapes with a device-wide wait before each transfer",
+        "Pad the microbatches to --seq-length.",
+        dest="variable_seq_lengths",
+    ),
+    rule(
+        "num_microbatches_with_partial_activation_checkpoints (model configuration)",
+        "its window of microbatches is that of Megatron's warm-up, which happens only once here",
+        "Leave it None and use --recompute-granularity.",
+        dest="num_microbatches_with_partial_activation_checkpoints",
+    ),
+    rule(
+        "modelopt_enabled",
+        "distillation sends the teacher's activations along with the student's, which the schedule "
+        "does not do",
+        "Distill with the default schedule.",
+    ),
+)
+
+_WEIGHTS = (
+    rule(
+        "--fp16",
+        "whether an update overflows, and with it the next loss scale, is known only while the "
+        "next batch is running",
+        "Use --bf16.",
+    ),
+    rule(
+        "--fp8-format",
+        "quantized weights are cached from a batch's first microbatch on, and microbatches of two "
+        "weight versions are in flight",
+        "Use --bf16 alone.",
+        dest="fp8",
+    ),
+    rule(
+        "--fp4-format",
+        "quantized weights are cached from a batch's first microbatch on, and microbatches of two "
+        "weight versions are in flight",
+        "Use --bf16 alone.",
+        dest="fp4",
+    ),
+    *(
+        rule(
+            flag,
+            "parameters kept in a quantized format have no second version",
+            "Use --bf16 alone.",
+        )
+        for flag in ("--fp8-param-gather", "--fp4-param-gather")
+    ),
+    *(
+        rule(
+            flag,
+            "quantized weights are cached from a batch's first microbatch on, and microbatches of "
+            "two weight versions are in flight",
+            "Use --bf16 alone.",
+            when=given(dest_of(flag)),
+        )
+        for flag in (
+            "--te-precision-config-file",
+            "--kitchen-config-file",
+            "--kitchen-recipe-number",
+        )
+    ),
+    rule(
+        "--use-megatron-fsdp",
+        "sharded parameters are gathered layer by layer, so there is no second version to keep",
+        "Use --use-distributed-optimizer.",
+    ),
+    rule(
+        "--use-torch-fsdp2",
+        "sharded parameters are gathered layer by layer, so there is no second version to keep",
+        "Use --use-distributed-optimizer.",
+    ),
+    rule(
+        "--tensor-parallel-num-weight-shards",
+        "weights sharded beyond tensor parallelism are gathered one by one ahead of their use, so "
+        "there is no second version to keep",
+        "Drop it, or set it to --tensor-model-parallel-size.",
+        when=lambda s: (
+            (s.get("tensor_parallel_num_weight_shards") or 0)
+            > s.get("tensor_model_parallel_size", 1)
+        ),
+    ),
+    rule(
+        "--expert-tensor-parallel-num-weight-shards",
+        "weights sharded beyond tensor parallelism are gathered one by one ahead of their use, so "
+        "there is no second version to keep",
+        "Drop it, or set it to --expert-tensor-parallel-size.",
+        when=lambda s: (
+            (s.get("expert_tensor_parallel_num_weight_shards") or 0)
+            > (s.get("expert_tensor_parallel_size") or s.get("tensor_model_parallel_size", 1))
+        ),
+    ),
+    rule(
+        "--cuda-graph-impl",
+        "a captured graph reads the weights of the version that it was captured on",
+        "Use --cuda-graph-impl none.",
+        when=lambda s: s.get("cuda_graph_impl", "none") != "none",
+    ),
+    rule(
+        "--optimizer-cuda-graph",
+        "a captured step writes to the weights of the version that it was captured on",
+    ),
+    rule(
+        "--use-nccl-ub",
+        "the second version of the weights is not in memory that NCCL knows",
+        dest="nccl_ub",
+    ),
+    rule(
+        "--overlap-param-gather",
+        "the gather of a new version under the next batch is not supported",
+        "Drop it; parameters are gathered when the update completes.",
+    ),
+    rule(
+        "--overlap-param-gather-with-optimizer-step",
+        "the step writes the version that no microbatch runs on, so nothing is gained, and "
+        "Megatron's own code for it needs virtual stages",
+    ),
+    rule(
+        "--moe-router-enable-expert-bias",
+        "the bias changes while microbatches of the next batch are in flight, which were routed by "
+        "the old one",
+        "Use --moe-router-load-balancing-type aux_loss.",
+    ),
+    rule(
+        "--moe-router-load-balancing-type",
+        "global_aux_loss counts tokens over a batch, and forwards of two batches alternate",
+        "Use aux_loss or seq_aux_loss.",
+        when=_balancing("global_aux_loss"),
+        name="global_aux_loss",
+    ),
+    rule(
+        "--moe-router-load-balancing-type",
+        "quantile_balancing changes its bias while microbatches of the next batch are in flight, "
+        "which were routed by the old one",
+        "Use aux_loss or seq_aux_loss.",
+        when=_balancing("quantile_balancing"),
+        name="quantile_balancing",
+    ),
+    rule(
+        "--moe-paged-stash",
+        "its store of activations is reset in every iteration while microbatches are in flight",
+    ),
+    rule(
+        "--moe-expert-rank-capacity-factor",
+        "on an overflow it runs an iteration again, which a schedule with microbatches in flight "
+        "cannot",
+        "Use --moe-expert-capacity-factor.",
+        when=lambda s: s.get("moe_expert_rank_capacity_factor") is not None,
+    ),
+    rule(
+        "--moe-enable-routing-replay",
+        "it replays routing in the order in which an iteration recorded it",
+    ),
+)
+
+RULES: Final[tuple[Rule, ...]] = (*_PIPELINE, *_WEIGHTS)
