@@ -1,0 +1,1 @@
+"""What a schedule takes before it is run: time, memory, and a picture of it."""

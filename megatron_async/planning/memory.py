@@ -1,0 +1,298 @@
+"""What a stage keeps in memory, counted from the shape of the model.
+
+Parameters are counted exactly as Megatron's GPT builds them. Weights, gradients, main parameters,
+optimizer state and what asynchronous training adds follow from them to the byte (Megatron pads
+its gradient buffers, which is not counted). Activations follow the formulas of Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198, table 2), that
+megatron/training/theoretical_memory_usage.py uses too; they are an estimate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from megatron_async.schedules.actions import Action, Kind
+
+__all__ = [
+    "Layout",
+    "ModelShape",
+    "ParameterCount",
+    "StageMemory",
+    "Storage",
+    "count_parameters",
+    "peak_in_flight",
+    "stage_memory",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A GPT as Megatron's flags describe it. Defaults are Megatron's."""
+
+    layers: int
+    hidden_size: int
+    attention_heads: int
+    vocab_size: int
+    """After Megatron's padding."""
+    seq_length: int
+    query_groups: int | None = None
+    """None: as many as heads."""
+    kv_channels: int | None = None
+    """None: hidden size / heads."""
+    ffn_hidden_size: int | None = None
+    """None: 4 x hidden size (two thirds of it, in multiples of 64, if gated)."""
+    gated: bool = False
+    """SwiGLU."""
+    bias: bool = True
+    """Linear layers have a bias (absent with `--disable-bias-linear`)."""
+    rms_norm: bool = False
+    learned_positions: bool = True
+    """One embedding row for each of `seq_length` positions; False for rotary embeddings."""
+    tied: bool = True
+    """Input embedding and output layer share their weight."""
+    experts: int | None = None
+    experts_per_token: int = 2
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{field.name} must be positive, got {value}")
+
+    @property
+    def ffn(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.gated:
+            return int(4 * self.hidden_size * 2 / 3 / 64) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def query_width(self) -> int:
+        return self.attention_heads * (self.kv_channels or self.hidden_size // self.attention_heads)
+
+    @property
+    def kv_width(self) -> int:
+        groups = self.query_groups or self.attention_heads
+        return self.query_width * groups // self.attention_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the model is spread over ranks."""
+
+    stages: int
+    layers_per_stage: Sequence[int]
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.layers_per_stage) != self.stages:
+            raise ValueError(f"{len(self.layers_per_stage)} layer counts for {self.stages} stages")
+        if self.data_parallel % self.expert_parallel:
+            raise ValueError(
+                f"expert parallelism of {self.expert_parallel} does not divide data parallelism "
+                f"of {self.data_parallel}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Parameters on one rank of a stage."""
+
+    matrices: int
+    """Of the layers' linear maps, which Muon updates."""
+    others: int
+    """Embeddings, output layer, biases, norms, routers' biases."""
+    experts: int = 0
+    """How many of `matrices` and `others` belong to experts, which are spread over the
+    expert-parallel ranks and whose optimizer state the other data-parallel ranks share."""
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.others
+
+
+def count_parameters(shape: ModelShape, layout: Layout, stage: int) -> ParameterCount:
+    """Return the parameters of one tensor-parallel rank of a stage."""
+    hidden, tp = shape.hidden_size, layout.tensor_parallel
+    norm = hidden if shape.rms_norm else 2 * hidden
+    qkv = shape.query_width + 2 * shape.kv_width
+    fc1 = shape.ffn * (2 if shape.gated else 1)
+    mlp_matrices = (hidden * fc1 + shape.ffn * hidden) // tp
+    mlp_biases = (fc1 // tp + hidden) if shape.bias else 0
+    matrices = (hidden * qkv + shape.query_width * hidden) // tp
+    others = 2 * norm + ((qkv // tp + hidden) if shape.bias else 0)
+    experts = 0
+    if shape.experts is None:
+        matrices += mlp_matrices
+        others += mlp_biases
+    else:
+        here = shape.experts // layout.expert_parallel
+        matrices += here * mlp_matrices + hidden * shape.experts
+        others += here * mlp_biases + (shape.experts if shape.bias else 0)
+        experts = here * (mlp_matrices + mlp_biases)
+    layers = layout.layers_per_stage[stage]
+    matrices, others, experts = layers * matrices, layers * others, layers * experts
+    vocabulary = shape.vocab_size * hidden // tp
+    first, last = stage == 0, stage == layout.stages - 1
+    if first:
+        others += vocabulary + (shape.seq_length * hidden if shape.learned_positions else 0)
+    if last:
+        others += norm
+        # A tied output layer on another stage than the input embedding is a copy of it.
+        if not (shape.tied and first):
+            others += vocabulary
+    return ParameterCount(matrices=matrices, others=others, experts=experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """What is kept for each parameter."""
+
+    bf16: bool = True
+    """bf16 weights with fp32 main parameters; else fp32 throughout."""
+    optimizer: Literal["adam", "muon", "lion", "sgd"] = "adam"
+    """`muon` keeps Adam's state for everything that is not a layer's matrix."""
+    distributed_optimizer: bool = False
+    """Main parameters, optimizer state, gradient copy and correction are sharded over the
+    data-parallel ranks."""
+    asynchronous: bool = False
+    deferred_update: bool = True
+    correction: bool = False
+    second_grad_buffer: bool = False
+    recompute: bool = False
+    """Full recompute: only each layer's input is kept."""
+    fused_attention: bool = True
+    """Flash attention or selective recompute: no attention scores are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on one rank of a stage."""
+
+    weights: int
+    gradients: int
+    main_parameters: int
+    optimizer_state: int
+    second_version: int
+    """The other weight version, in the model's precision."""
+    gradient_copy: int
+    """What a launched update holds until it is completed, fp32."""
+    correction: int
+    """The delay correction's buffer, fp32."""
+    second_grad_buffer: int
+    activations: int
+    """Of the microbatches in flight at the peak. An estimate."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def added(self) -> int:
+        """What asynchronous training adds to the same stage with 1F1B."""
+        return self.second_version + self.gradient_copy + self.correction + self.second_grad_buffer
+
+
+_STATE_BYTES = {"adam": (8, 8), "muon": (4, 8), "lion": (4, 4), "sgd": (4, 4)}
+"""fp32 optimizer state, bytes per parameter: (layers' matrices, everything else)."""
+
+
+def stage_memory(
+    shape: ModelShape,
+    layout: Layout,
+    storage: Storage,
+    *,
+    stage: int,
+    micro_batch_size: int,
+    in_flight: float,
+) -> StageMemory:
+    """Return the bytes that one rank of a stage keeps.
+
+    Args:
+        in_flight: Microbatches whose activations of the whole stage are kept at the peak (see
+            `peak_in_flight`); a fraction with interleaved stages.
+    """
+    count = count_parameters(shape, layout, stage)
+    precision = 2 if storage.bf16 else 4
+    of_matrices, of_others = _STATE_BYTES[storage.optimizer]
+    dense_shards = layout.data_parallel if storage.distributed_optimizer else 1
+    expert_shards = dense_shards // layout.expert_parallel if dense_shards > 1 else 1
+
+    def sharded(whole: float) -> int:
+        """Bytes left here of what the distributed optimizer shards."""
+        share = count.experts / count.total if count.total else 0.0
+        return round(whole * ((1 - share) / dense_shards + share / expert_shards))
+
+    asynchronous = storage.asynchronous
+    copies = asynchronous and storage.deferred_update
+    return StageMemory(
+        weights=precision * count.total,
+        gradients=4 * count.total,
+        main_parameters=sharded(4 * count.total) if storage.bf16 else 0,
+        optimizer_state=sharded(of_matrices * count.matrices + of_others * count.others),
+        second_version=precision * count.total if asynchronous else 0,
+        gradient_copy=sharded(4 * count.total) if copies else 0,
+        correction=sharded(4 * count.total) if asynchronous and storage.correction else 0,
+        second_grad_buffer=4 * count.total if copies and storage.second_grad_buffer else 0,
+        activations=_activations(
+            shape,
+            layout,
+            storage,
+            stage=stage,
+            micro_batch_size=micro_batch_size,
+            in_flight=in_flight,
+        ),
+    )
+
+
+def _activations(
+    shape: ModelShape,
+    layout: Layout,
+    storage: Storage,
+    *,
+    stage: int,
+    micro_batch_size: int,
+    in_flight: float,
+) -> int:
+    tokens = shape.seq_length * micro_batch_size
+    hidden, tp = shape.hidden_size, layout.tensor_parallel
+    outside = tp if layout.sequence_parallel else 1
+    # In bytes per token at 2 bytes a number. Table 2 has 10 h outside the tensor-parallel regions
+    # and 24 h inside, 16 h of them for the 4 h wide MLP.
+    if storage.recompute:
+        layer = 2.0 * hidden / outside
+    else:
+        wide = shape.ffn * (6 if shape.gated else 4)
+        if shape.experts is not None:
+            wide *= shape.experts_per_token
+        layer = 10.0 * hidden / outside + (8.0 * hidden + wide) / tp
+        if not storage.fused_attention:
+            layer += 5.0 * shape.attention_heads * shape.seq_length / tp
+    per_microbatch = tokens * layer * layout.layers_per_stage[stage]
+    if stage == 0:
+        per_microbatch += tokens * hidden / outside  # The mask of the embedding's dropout.
+    if not storage.bf16:
+        per_microbatch *= 2
+    kept = per_microbatch * in_flight
+    if stage == layout.stages - 1:
+        # The output layer's input and the fp32 logits; on the last stage one microbatch at a time.
+        kept += 4 * tokens * (hidden / outside + shape.vocab_size / tp)
+    return round(kept)
+
+
+def peak_in_flight(actions: Sequence[Action]) -> float:
+    """Return how many microbatches a stage keeps activations of at the peak, in units of the whole
+    stage (a microbatch of one of v model chunks counts 1 / v)."""
+    chunks = 1 + max((action.chunk for action in actions), default=0)
+    now = peak = 0
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            now += 1
+            peak = max(peak, now)
+        elif action.kind is Kind.BACKWARD:
+            now -= 1
+    return peak / chunks

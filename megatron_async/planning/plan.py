@@ -1,0 +1,417 @@
+"""`megatron-async plan`: what each schedule would take, in time and in memory, before it is run."""
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TextIO
+
+from megatron_async.planning.candidates import TITLES, build_lists
+from megatron_async.planning.memory import (
+    Layout,
+    ModelShape,
+    StageMemory,
+    Storage,
+    peak_in_flight,
+    stage_memory,
+)
+from megatron_async.schedules.simulator import Costs, simulate
+
+__all__ = ["Prediction", "forward_flops", "main", "predict"]
+
+_ITERATIONS = 16
+"""Enough to be in the steady state for any number of stages: the simulation's first third fills."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one schedule takes."""
+
+    schedule: str
+    problem: str | None = None
+    """Why it cannot run with these numbers; the rest is then 0."""
+    time: float = 0.0
+    """Per iteration in the steady state, in the unit of the costs."""
+    ideal: float = 0.0
+    idle: float = 0.0
+    """Mean over the stages of the share of the iteration that is waited."""
+    in_flight: tuple[float, ...] = ()
+    """Per stage, microbatches kept at the peak."""
+
+
+def predict(
+    schedule: str, *, stages: int, microbatches: int, costs: Costs, chunks: int = 2
+) -> Prediction:
+    """Simulate a schedule of `megatron_async.planning.candidates`."""
+    try:
+        lists = build_lists(
+            schedule,
+            stages=stages,
+            microbatches=microbatches,
+            iterations=_ITERATIONS,
+            chunks=chunks,
+        )
+    except ValueError as error:
+        return Prediction(schedule=schedule, problem=str(error))
+    run = simulate(lists, costs)
+    return Prediction(
+        schedule=schedule,
+        time=run.iteration_time,
+        ideal=run.ideal_time,
+        idle=sum(run.idle_shares) / stages,
+        in_flight=tuple(peak_in_flight(actions) for actions in lists),
+    )
+
+
+def forward_flops(shape: ModelShape, layout: Layout, stage: int, micro_batch_size: int) -> float:
+    """Return the floating-point operations of one microbatch's forward on one rank of a stage.
+
+    Counted: 2 for each weight of a matrix product and token, and causal attention at half of the
+    full score matrix, as Megatron's throughput figure does.
+    """
+    hidden = shape.hidden_size
+    mlp = hidden * shape.ffn * (3 if shape.gated else 2)
+    if shape.experts is not None:
+        mlp = mlp * shape.experts_per_token + hidden * shape.experts
+    attention = hidden * (2 * shape.query_width + 2 * shape.kv_width)
+    scores = shape.seq_length * shape.query_width
+    per_token = layout.layers_per_stage[stage] * 2.0 * (attention + mlp + scores)
+    if stage == layout.stages - 1:
+        per_token += 2.0 * hidden * shape.vocab_size
+    return shape.seq_length * micro_batch_size * per_token / layout.tensor_parallel
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code; wrong arguments leave through argparse."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        shape, layout = _model(args)
+        costs, unit = _costs(args, shape, layout)
+        costs.per_stage(args.stages)
+        predictions = [
+            predict(
+                name,
+                stages=args.stages,
+                microbatches=args.microbatches,
+                costs=costs,
+                chunks=args.chunks,
+            )
+            for name in TITLES
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    _print_times(predictions, args, costs, unit, sys.stdout)
+    memory: dict[str, list[StageMemory]] = {}
+    if shape is not None and layout is not None:
+        memory = {
+            prediction.schedule: _memory(prediction, shape, layout, args)
+            for prediction in predictions
+            if prediction.problem is None
+        }
+        _print_memory(memory, shape, layout, args, sys.stdout)
+    else:
+        print("\nFor the memory, give --layers, --hidden-size and --heads.")
+    if args.csv:
+        _write_csv(args.csv, predictions, memory)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-async plan",
+        description="Predict time per iteration and memory per stage of Megatron's synchronous "
+        "schedules and of PipeDream-2BW, by simulating their action lists. Nothing is trained.",
+    )
+    parser.add_argument("--stages", type=int, required=True, help="pipeline stages p")
+    parser.add_argument("--microbatches", type=int, required=True, help="microbatches per batch m")
+    parser.add_argument(
+        "--chunks", type=int, default=2, help="model chunks per stage of interleaved 1F1B"
+    )
+    times = parser.add_argument_group(
+        "times", "One number, or one for each stage. Without any, times are in units of a forward."
+    )
+    for name, meaning in (
+        ("forward", "forward of one microbatch on one stage"),
+        ("backward", "its backward (default: twice the forward)"),
+        ("optimizer", "optimizer step of one stage (default: 0)"),
+    ):
+        times.add_argument(f"--{name}-ms", type=float, nargs="+", metavar="MS", help=meaning)
+    times.add_argument(
+        "--latency-ms", type=float, default=0.0, metavar="MS", help="one message between stages"
+    )
+    times.add_argument(
+        "--tflops",
+        type=float,
+        help="compute the times from the model's shape and this rate per device (10^12 floating-"
+        "point operations a second that training really reaches, not the peak of the data sheet)",
+    )
+    model = parser.add_argument_group("model", "Megatron's flags of the same meaning.")
+    model.add_argument("--layers", type=int)
+    model.add_argument(
+        "--layers-per-stage", type=int, nargs="+", metavar="N", help="an uneven split"
+    )
+    model.add_argument("--hidden-size", type=int)
+    model.add_argument("--heads", type=int, help="attention heads")
+    model.add_argument("--query-groups", type=int)
+    model.add_argument("--kv-channels", type=int)
+    model.add_argument("--ffn-hidden-size", type=int)
+    model.add_argument("--swiglu", action="store_true")
+    model.add_argument("--disable-bias-linear", action="store_true")
+    model.add_argument("--rms-norm", action="store_true")
+    model.add_argument("--rotary", action="store_true", help="no learned position embeddings")
+    model.add_argument("--untied", action="store_true", help="output layer with its own weight")
+    model.add_argument("--vocab-size", type=int, default=50304, help="after padding")
+    model.add_argument("--seq-length", type=int, default=2048)
+    model.add_argument("--experts", type=int)
+    model.add_argument("--experts-per-token", type=int, default=2)
+    run = parser.add_argument_group("training")
+    run.add_argument("--micro-batch-size", type=int, default=1)
+    run.add_argument("--tensor-parallel", type=int, default=1)
+    run.add_argument("--data-parallel", type=int, default=1)
+    run.add_argument("--expert-parallel", type=int, default=1)
+    run.add_argument("--sequence-parallel", action="store_true")
+    run.add_argument("--distributed-optimizer", action="store_true")
+    run.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    run.add_argument("--optimizer", choices=("adam", "muon", "lion", "sgd"), default="muon")
+    run.add_argument("--recompute", action="store_true", help="full activation recompute")
+    run.add_argument(
+        "--unfused-attention", action="store_true", help="attention scores are kept in memory"
+    )
+    run.add_argument("--delay-correction", action="store_true")
+    run.add_argument("--second-grad-buffer", action="store_true")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table as CSV")
+    return parser
+
+
+def _model(args: argparse.Namespace) -> tuple[ModelShape | None, Layout | None]:
+    if args.layers_per_stage is not None:
+        total = sum(args.layers_per_stage)
+        if args.layers is not None and args.layers != total:
+            raise ValueError(f"--layers-per-stage adds up to {total}, --layers says {args.layers}")
+        args.layers = total
+    given = [args.layers, args.hidden_size, args.heads]
+    if all(value is None for value in given):
+        return None, None
+    if any(value is None for value in given):
+        raise ValueError("a model needs --layers, --hidden-size and --heads together")
+    per_stage = args.layers_per_stage
+    if per_stage is None:
+        if args.layers % args.stages:
+            raise ValueError(
+                f"{args.layers} layers do not divide into {args.stages} stages evenly; "
+                "give --layers-per-stage"
+            )
+        per_stage = [args.layers // args.stages] * args.stages
+    shape = ModelShape(
+        layers=args.layers,
+        hidden_size=args.hidden_size,
+        attention_heads=args.heads,
+        vocab_size=args.vocab_size,
+        seq_length=args.seq_length,
+        query_groups=args.query_groups,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        gated=args.swiglu,
+        bias=not args.disable_bias_linear,
+        rms_norm=args.rms_norm,
+        learned_positions=not args.rotary,
+        tied=not args.untied,
+        experts=args.experts,
+        experts_per_token=args.experts_per_token,
+    )
+    layout = Layout(
+        stages=args.stages,
+        layers_per_stage=per_stage,
+        tensor_parallel=args.tensor_parallel,
+        data_parallel=args.data_parallel,
+        expert_parallel=args.expert_parallel,
+        sequence_parallel=args.sequence_parallel,
+    )
+    return shape, layout
+
+
+def _costs(
+    args: argparse.Namespace, shape: ModelShape | None, layout: Layout | None
+) -> tuple[Costs, str]:
+    def spread(values: Sequence[float] | None, default: Sequence[float]) -> Sequence[float]:
+        if values is None:
+            return default
+        return list(values) * args.stages if len(values) == 1 else values
+
+    if args.tflops is not None:
+        if shape is None or layout is None:
+            raise ValueError("--tflops needs the model: --layers, --hidden-size and --heads")
+        if args.tflops <= 0:
+            raise ValueError(f"--tflops must be positive, got {args.tflops}")
+        forward: Sequence[float] = [
+            forward_flops(shape, layout, stage, args.micro_batch_size) / args.tflops / 1e9
+            for stage in range(args.stages)
+        ]
+    else:
+        forward = [1.0] * args.stages
+    timed = args.forward_ms is not None or args.tflops is not None
+    if not timed and (args.backward_ms or args.optimizer_ms or args.latency_ms):
+        raise ValueError("times need --forward-ms (or --tflops) too")
+    forward = spread(args.forward_ms, forward)
+    again = 1.0 if args.recompute and args.forward_ms is None else 0.0
+    costs = Costs(
+        forward=forward,
+        backward=spread(args.backward_ms, [(2.0 + again) * time for time in forward]),
+        optimizer=spread(args.optimizer_ms, [0.0] * args.stages),
+        latency=args.latency_ms,
+    )
+    return costs, " ms" if timed else ""
+
+
+def _print_times(
+    predictions: Sequence[Prediction],
+    args: argparse.Namespace,
+    costs: Costs,
+    unit: str,
+    out: TextIO,
+) -> None:
+    print(f"{args.stages} stages, {args.microbatches} microbatches per batch", file=out)
+    forward, backward, optimizer = (
+        max(column) for column in zip(*costs.per_stage(args.stages), strict=True)
+    )
+    print(
+        f"slowest stage: forward {forward:.4g}{unit}, backward {backward:.4g}{unit} per "
+        f"microbatch, optimizer step {optimizer:.4g}{unit}"
+        + ("" if unit else " (in units of a forward; give --forward-ms or --tflops)"),
+        file=out,
+    )
+    rows = [["schedule", f"iteration{unit and ' (ms)'}", "of ideal", "idle", "in flight"]]
+    problems = []
+    for prediction in predictions:
+        title = TITLES[prediction.schedule]
+        if prediction.problem:
+            rows.append([title, "-", "-", "-", "-"])
+            problems.append(f"{title}: {prediction.problem}")
+            continue
+        rows.append(
+            [
+                title,
+                f"{prediction.time:.4g}" if prediction.time < 1000 else f"{prediction.time:.0f}",
+                f"{prediction.time / prediction.ideal:.3f}",
+                f"{100 * prediction.idle:.1f} %",
+                f"{max(prediction.in_flight):.4g}",
+            ]
+        )
+    print(file=out)
+    _print_table(rows, out)
+    times = {prediction.schedule: prediction.time for prediction in predictions}
+    if times["pipedream-2bw"] and times["1f1b"]:
+        gain = times["1f1b"] / times["pipedream-2bw"]
+        print(f"\nPipeDream-2BW over 1F1B: {gain:.2f} times as fast", file=out)
+    for problem in problems:
+        print(f"\n{problem}", file=out)
+
+
+def _memory(
+    prediction: Prediction, shape: ModelShape, layout: Layout, args: argparse.Namespace
+) -> list[StageMemory]:
+    storage = Storage(
+        bf16=args.precision == "bf16",
+        optimizer=args.optimizer,
+        distributed_optimizer=args.distributed_optimizer,
+        recompute=args.recompute,
+        fused_attention=not args.unfused_attention,
+    )
+    if prediction.schedule.startswith("pipedream-2bw"):
+        storage = replace(
+            storage,
+            asynchronous=True,
+            deferred_update=prediction.schedule == "pipedream-2bw",
+            correction=args.delay_correction,
+            second_grad_buffer=args.second_grad_buffer,
+        )
+    return [
+        stage_memory(
+            shape,
+            layout,
+            storage,
+            stage=stage,
+            micro_batch_size=args.micro_batch_size,
+            in_flight=in_flight,
+        )
+        for stage, in_flight in enumerate(prediction.in_flight)
+    ]
+
+
+def _print_memory(
+    memory: dict[str, list[StageMemory]],
+    shape: ModelShape,
+    layout: Layout,
+    args: argparse.Namespace,
+    out: TextIO,
+) -> None:
+    # The stages that differ: the ends, and whichever holds most.
+    fullest = max(memory.values(), key=lambda per_stage: max(s.total for s in per_stage))
+    top = max(range(layout.stages), key=lambda stage: fullest[stage].total)
+    shown = sorted({0, layout.stages - 1, top})
+    print(
+        f"\nMemory of one rank in GiB ({args.precision}, {args.optimizer}"
+        f"{', distributed optimizer' if args.distributed_optimizer else ''}); "
+        f"activations are estimated, the rest is counted",
+        file=out,
+    )
+    detail = "pipedream-2bw" if "pipedream-2bw" in memory else "1f1b"
+    rows = [[TITLES[detail], *(f"stage {stage}" for stage in shown)]]
+    for field in fields(StageMemory):
+        values = [getattr(memory[detail][stage], field.name) for stage in shown]
+        if any(values):
+            rows.append([field.name.replace("_", " "), *(_gib(value) for value in values)])
+    rows.append(["total", *(_gib(memory[detail][stage].total) for stage in shown)])
+    if detail == "pipedream-2bw":
+        added = [_gib(memory[detail][stage].added) for stage in shown]
+        rows.append(["of which asynchronous training adds", *added])
+    for name, per_stage in memory.items():
+        if name != detail:
+            totals = (_gib(per_stage[stage].total) for stage in shown)
+            rows.append([f"total, {TITLES[name]}", *totals])
+    _print_table(rows, out)
+
+
+def _gib(value: int) -> str:
+    return f"{value / 2**30:.3f}"
+
+
+def _print_table(rows: Sequence[Sequence[str]], out: TextIO) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for index, row in enumerate(rows):
+        first, *rest = (cell for cell in row)
+        line = first.ljust(widths[0])
+        line += "".join(f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
+        print(line.rstrip(), file=out)
+        if index == 0:
+            print("-" * len(line), file=out)
+
+
+def _write_csv(
+    path: Path, predictions: Sequence[Prediction], memory: dict[str, list[StageMemory]]
+) -> None:
+    parts = [field.name for field in fields(StageMemory)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["schedule", "iteration", "ideal", "ratio_to_ideal", "idle", "stage", "in_flight"]
+            + [f"{part}_bytes" for part in [*parts, "total"]]
+        )
+        for prediction in predictions:
+            for stage, in_flight in enumerate(prediction.in_flight):
+                held = memory.get(prediction.schedule)
+                writer.writerow(
+                    [
+                        prediction.schedule,
+                        prediction.time,
+                        prediction.ideal,
+                        prediction.time / prediction.ideal,
+                        prediction.idle,
+                        stage,
+                        in_flight,
+                    ]
+                    + [getattr(held[stage], part) if held else "" for part in [*parts, "total"]]
+                )
