@@ -326,7 +326,7 @@ def test_timeline_text() -> None:
     timeline.draw_text(run, out, width=200, colour=False)
     assert out.getvalue().splitlines() == [
         "stage 0 F0-F1-......B0====F0-B1====F1-B0====U==F0-B1====F1-B0====U==...B1====U==",
-        "stage 1 ...F0-B0====F1-B1====F0-B0====F1-B1====U==F0-B0====F1-B1====U=====U==",
+        "stage 1 ...F0-B0====F1-B1====F0-B0====F1-B1====U==F0-B0====F1-B1====U==......U==",
     ]
     panels = io.StringIO()
     timeline.draw_text(run, panels, width=48, colour=False)
