@@ -121,7 +121,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "megatron_version": ([], {}),  # through the facts
     "yaml_cfg": (["--yaml-cfg", "config.yaml"], {}),
     "cpu_context_parallel": (["--cpu", "--context-parallel-size", "2"], {}),
-    "too_few_microbatches": (["--global-batch-size", "2"], {}),
+    "global_batch_size": (["--global-batch-size", "2"], {}),
+    "step_batch_size_schedule": (["--step-batch-size-schedule", "0:2 1280:8"], {}),
     "num_layers_per_virtual_pipeline_stage": (
         ["--num-layers-per-virtual-pipeline-stage", "1"],
         VIRTUAL,
@@ -185,6 +186,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         [*MOE, "--moe-router-load-balancing-type", "quantile_balancing"],
         {"moe_router_load_balancing_type": "quantile_balancing"},
     ),
+    "moe_single_grouped_weight": ([*MOE, "--moe-single-grouped-weight"], {}),
+    "moe_single_grouped_bias": ([*MOE, "--moe-single-grouped-bias"], {}),
     "moe_paged_stash": ([*MOE, "--moe-paged-stash"], {}),
     "moe_expert_rank_capacity_factor": ([*MOE, "--moe-expert-rank-capacity-factor", "1.2"], {}),
     "moe_enable_routing_replay": ([*MOE, "--moe-enable-routing-replay"], {}),
@@ -218,10 +221,22 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "moe_routing_trace_path": ([*MOE, "--moe-routing-trace-path", "trace"], {}),
     "logits_save_dir": (["--logits-save-dir", "logits"], {}),
     "local_checkpoints": (["--non-persistent-ckpt-type", "local"], {}),
+    "ckpt_assume_constant_structure": (
+        ["--ckpt-assume-constant-structure", "--async-start-iteration", "5"],
+        {},
+    ),
     "ckpt_convert_format": (["--ckpt-convert-format", "torch"], {}),
     "moe_use_upcycling": ([*MOE, "--moe-use-upcycling"], {}),
-    "adam_uncorrected": (["--optimizer", "adam"], {}),
-    "low_momentum": (["--muon-momentum", "0.5"], {}),
+    "sensitive_optimizer": (["--optimizer", "adam"], {}),
+    "sgd_momentum": (["--optimizer", "sgd", "--sgd-momentum", "0.5"], {}),
+    "muon_momentum": (["--muon-momentum", "0.5"], {}),
+    "adam_beta1": (["--optimizer", "soap", "--adam-beta1", "0.5"], {}),
+    "lion_beta1": (["--optimizer", "lion", "--lion-beta1", "0.5"], {}),
+    "adan_beta1": ([], {"optimizer": "adan", "adan_beta1": 0.5}),
+    "mars_beta1": (
+        ["--delay-correction", "error-feedback"],
+        {"optimizer": "mars", "mars_beta1": 0.5},
+    ),
     "zero_strength": (
         ["--delay-correction", "error-feedback", "--delay-correction-strength", "0"],
         {},
@@ -329,6 +344,7 @@ def test_nothing_is_checked_without_a_flag_of_this_package(
         (["--log-num-zeros-in-grad", "--check-weight-hash-across-dp-replicas-interval", "5"], 4),
         (["--calculate-per-token-loss", "--log-pipeline-bubble"], 4),
         (["--dataloader-type", "cyclic", "--async-start-iteration", "5"], 4),
+        (["--ckpt-assume-constant-structure", "--async-save"], 4),
         (["--eval-iters", "0", "--use-tp-pp-dp-mapping"], 8),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -350,6 +366,40 @@ def test_megatrons_own_checks_leave_what_the_rules_read(parser: argparse.Argumen
     pattern = ["--hybrid-override-pattern", "M*M*M*M*"]
     errors, _ = problems(validate(parser, [*PLAIN, *ASYNC, *pattern]))
     assert "--hybrid-layer-pattern" in {text.partition(":")[0] for text in errors}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dest", "flag"),
+    [
+        ("sgd", "sgd_momentum", "--sgd-momentum"),
+        ("muon", "muon_momentum", "--muon-momentum"),
+        ("adaptive_muon", "muon_momentum", "--muon-momentum"),
+        ("normuon", "muon_momentum", "--muon-momentum"),
+        ("adam", "adam_beta1", "--adam-beta1"),
+        ("soap", "adam_beta1", "--adam-beta1"),
+        ("lion", "lion_beta1", "--lion-beta1"),
+        ("adan", "adan_beta1", "--adan-beta1"),
+        ("mars", "mars_beta1", "--mars-beta1"),
+    ],
+)
+def test_momentum_of_each_optimizer(
+    parser: argparse.ArgumentParser, optimizer: str, dest: str, flag: str
+) -> None:
+    args = parse(parser, [*PLAIN, *ASYNC, "--delay-correction", "error-feedback"])
+    vars(args).update({"optimizer": optimizer, dest: 0.9})
+    assert check(args, FACTS) == []
+    setattr(args, dest, 0.89)
+    (warning,) = check(args, FACTS)
+    assert warning.startswith(f"{flag}: ")
+
+
+def test_optimizers_that_suffer_most_are_named(parser: argparse.ArgumentParser) -> None:
+    args = parse(parser, [*PLAIN, *ASYNC])
+    for args.optimizer, name in (("adam", "AdamW"), ("mars", "MARS")):
+        (warning,) = check(args, FACTS)
+        assert name in warning
+    args.delay_correction = "error-feedback"
+    assert check(args, FACTS) == []
 
 
 def test_all_problems_are_listed(parser: argparse.ArgumentParser) -> None:
@@ -427,7 +477,7 @@ def test_step_with_too_few_microbatches_is_found_wherever_it_stands(
     argv = [*MODEL, *LAYOUT, *ASYNC, "--step-batch-size-schedule", "0:2 1280:4"]
     errors, _ = problems(validate(parser, argv))
     assert len(errors) == 1
-    assert "a step of --step-batch-size-schedule has 2 microbatches" in errors[0]
+    assert errors[0].startswith("--step-batch-size-schedule: a batch has 2 microbatches")
     assert problems(validate(parser, [*argv, "--async-start-iteration", "10"])) == ([], [])
 
 

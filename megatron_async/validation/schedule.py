@@ -51,13 +51,20 @@ def _microbatches(subject: Subject) -> int:
 
 def _too_few(subject: Subject) -> str:
     p, m = subject.stages, _microbatches(subject)
-    stepped = subject.get("step_batch_size_schedule") is not None
-    where = "a step of --step-batch-size-schedule has" if stepped else "there are"
     samples = int(subject.get("micro_batch_size")) * subject.replicas
     return (
-        f"{where} {m} microbatches a batch, and {p} stages need at least {p - 1}, so that the one "
-        f"before the last update is complete when its weights are needed (microbatches = global "
-        f"batch / (micro batch * data parallel size); {p - 1} are {(p - 1) * samples} samples)"
+        f"a batch has {m} microbatches, and {p} stages need at least {p - 1}: the first stage runs "
+        f"{p - 1} microbatches ahead of the last and must not run past the next batch "
+        f"(microbatches = global batch / (micro batch * data parallel size); {p - 1} are "
+        f"{(p - 1) * samples} samples)"
+    )
+
+
+def _short(flag: str) -> Callable[[Subject], bool]:
+    """Whether the batch size comes from ``flag``, and a batch has too few microbatches."""
+    return lambda s: (
+        (flag == "--step-batch-size-schedule") == (s.get("step_batch_size_schedule") is not None)
+        and _microbatches(s) < s.stages - 1
     )
 
 
@@ -77,12 +84,14 @@ def _interleaved(dest: str) -> Callable[[Subject], bool]:
 
 
 _PIPELINE = (
-    rule(
-        "--global-batch-size",
-        _too_few,
-        "Raise the batch size, lower --micro-batch-size, or use fewer stages.",
-        when=lambda s: _microbatches(s) < s.stages - 1,
-        name="too_few_microbatches",
+    *(
+        rule(
+            flag,
+            _too_few,
+            "Raise the batch size, lower --micro-batch-size, or use fewer stages.",
+            when=_short(flag),
+        )
+        for flag in ("--global-batch-size", "--step-batch-size-schedule")
     ),
     *(
         rule(
@@ -283,6 +292,14 @@ _WEIGHTS = (
         "Use aux_loss or seq_aux_loss.",
         when=_balancing("quantile_balancing"),
         name="quantile_balancing",
+    ),
+    *(
+        rule(
+            flag,
+            "experts' parameters in one grouped tensor have storage of their own, of which no "
+            "second version is kept",
+        )
+        for flag in ("--moe-single-grouped-weight", "--moe-single-grouped-bias")
     ),
     rule(
         "--moe-paged-stash",

@@ -174,6 +174,14 @@ _LOOP = (
         name="local_checkpoints",
     ),
     rule(
+        "--ckpt-assume-constant-structure",
+        "what a checkpoint holds changes when the asynchronous part of the run begins",
+        "Drop it, or --async-start-iteration.",
+        when=lambda s: (
+            s.config.start_iteration > 0 and bool(s.get("ckpt_assume_constant_structure"))
+        ),
+    ),
+    rule(
         "--ckpt-convert-format",
         "the conversion would drop the state of the asynchronous run",
         "Convert with the default schedule; the newest weights are kept.",

@@ -1,6 +1,7 @@
 """Rules that warn of what runs but is unwise."""
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 from megatron_async.arguments import NO_CORRECTION
@@ -9,51 +10,48 @@ from megatron_async.validation.rule import Rule, Subject, dest_of, rule
 __all__ = ["RULES"]
 
 _LEAST_MOMENTUM: Final = 0.9
+_SENSITIVE: Final = {"adam": "AdamW", "mars": "MARS"}  # arXiv 2606.30634: their loss suffers most
 
 
-def _momentum(subject: Subject) -> tuple[str, float]:
-    """(flag, value) of the chosen optimizer's momentum; -1 for one that this package does not
-    know."""
-    optimizer = str(subject.get("optimizer", ""))
-    flags = {
-        "sgd": "--sgd-momentum",
-        "muon": "--muon-momentum",
-        "dist_muon": "--muon-momentum",
-        "adaptive_muon": "--muon-momentum",
-        "adam": "--adam-beta1",
-        "soap": "--adam-beta1",
-        "lion": "--lion-beta1",
-    }
-    flag = flags.get(optimizer)
-    return ("", -1.0) if flag is None else (flag, float(subject.get(dest_of(flag), -1.0)))
+_MOMENTUM: Final = {
+    "--sgd-momentum": ("sgd",),
+    "--muon-momentum": ("muon", "dist_muon", "adaptive_muon", "normuon"),
+    "--adam-beta1": ("adam", "soap"),
+    "--lion-beta1": ("lion",),
+    "--adan-beta1": ("adan",),
+    "--mars-beta1": ("mars",),
+}
+"""Momentum flag -> the optimizers that use it for all matrices."""
 
 
-def _weak_momentum(subject: Subject) -> bool:
-    return 0 <= _momentum(subject)[1] < _LEAST_MOMENTUM
+def _low(flag: str) -> Callable[[Subject], bool]:
+    return lambda s: (
+        s.get("optimizer") in _MOMENTUM[flag]
+        and float(s.get(dest_of(flag), _LEAST_MOMENTUM)) < _LEAST_MOMENTUM
+    )
 
 
 RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--optimizer",
-        "AdamW bears the delay worse than Muon does",
+        lambda s: f"{_SENSITIVE[s.get('optimizer')]} bears the delay worse than Muon does",
         "Consider --delay-correction error-feedback, or --optimizer muon.",
         when=lambda s: (
-            s.get("optimizer") == "adam"
+            s.get("optimizer") in _SENSITIVE
             and (s.config.correction == NO_CORRECTION or s.config.correction_strength == 0)
         ),
-        name="adam_uncorrected",
+        name="sensitive_optimizer",
         warning=True,
     ),
-    rule(
-        "--optimizer",
-        lambda s: (
-            f"{_momentum(s)[0]} {_momentum(s)[1]} is low; a delay is borne the better, the higher "
-            "the momentum is"
-        ),
-        f"Consider {_LEAST_MOMENTUM} or more.",
-        when=_weak_momentum,
-        name="low_momentum",
-        warning=True,
+    *(
+        rule(
+            flag,
+            "a delay is borne the better, the higher the momentum is, and this is low",
+            f"Consider {_LEAST_MOMENTUM} or more.",
+            when=_low(flag),
+            warning=True,
+        )
+        for flag in _MOMENTUM
     ),
     rule(
         "--delay-correction-strength",
