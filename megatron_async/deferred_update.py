@@ -2,9 +2,9 @@
 
 ``launch`` stands at the end of a batch's call: it copies the stage's gradients out of the
 accumulation buffers, which Megatron zeroes first thing in the next iteration, and posts what has to
-cross stages (the partial gradient norm, the tied embedding's gradient). ``complete`` stands almost a
-whole batch later, right before the new version is needed: it reads the total, clips by it, and lets
-Megatron's unmodified optimizer step.
+cross stages (the partial gradient norm, the tied embedding's gradient). ``complete`` stands almost
+a whole batch later, right before the new version is needed: it reads the total, clips by it, and
+lets Megatron's unmodified optimizer step.
 
 What is exact: the numbers are those of Megatron's own step, ``ChainedOptimizer.step`` in
 megatron/core/optimizer/optimizer.py and the second half of ``finalize_model_grads`` in
@@ -12,23 +12,25 @@ megatron/core/distributed/finalize_model_grads.py, up to the order of summation.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from megatron.core import parallel_state
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+from megatron_async import bubble
 from megatron_async.process_groups import Ranks, gather_ranks, new_groups
 from megatron_async.stage_exchange import Exchange, StageExchange
 from megatron_async.weight_versions import WeightVersions, ddp_buffers, inner_optimizers
 
 __all__ = ["DeferredUpdate", "UpdateReport"]
 
-_SQUARES, _ZEROS, _TOKENS, _CHANGE, _SIZE, _VOTES = range(6)
-"""Slots of the message; votes are as many as the caller has."""
+_SQUARES, _ZEROS, _TOKENS, _REST = range(4)
+"""Slots of the message; behind them what the caller wants summed, ``counted`` before
+``stagewise``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +45,10 @@ class UpdateReport:
     grad_norm: float = 0.0
     """Before clipping, of the batch-averaged gradient."""
     num_zeros: int | None = None
-    correction_ratio: float | None = None
-    """|correction| / |update|, if measured."""
-    votes: tuple[bool, ...] = ()
-    """For each thing that the ranks vote on, whether any rank was for it."""
+    counted: list[float] | None = None
+    """Sums over all ranks of what they passed to the launch, if they did."""
+    stagewise: list[float] | None = None
+    """Sums over the stages of what they passed to the launch, if they did."""
 
 
 @dataclass(slots=True)
@@ -60,8 +62,9 @@ class _Pending:
     hyperparameters: list[tuple[dict[str, Any], dict[str, Any]]]
     """(parameter group, the values that the scheduler had set for this batch)."""
     exchange: Exchange
+    counted: bool
+    stagewise: bool
     works: list[Any] = field(default_factory=list)
-    votes: int = 0
 
 
 class DeferredUpdate:
@@ -74,7 +77,8 @@ class DeferredUpdate:
         weights: the versions that completed updates make.
         tied_embedding: this rank's copy of the embedding that the first and the last stage share;
             None where there is none, or where both uses are on this rank.
-        num_votes: how many yes-or-no questions the ranks have to agree on per batch.
+        num_counted: how many numbers of each rank are summed over all ranks, per batch.
+        num_stagewise: how many numbers of each stage are summed over the stages, per batch.
         norm_scope: "global" clips by the norm over all stages, "stage" by the stage's own.
         calculate_per_token_loss: divide the gradients by the number of tokens of the batch.
         count_zeros: report the number of zeros in the gradients.
@@ -88,7 +92,8 @@ class DeferredUpdate:
         model_chunk: Any,
         weights: WeightVersions,
         tied_embedding: torch.nn.Parameter | None,
-        num_votes: int = 0,
+        num_counted: int = 0,
+        num_stagewise: int = 0,
         norm_scope: str = "global",
         calculate_per_token_loss: bool = False,
         count_zeros: bool = False,
@@ -100,7 +105,8 @@ class DeferredUpdate:
         self._norm_scope = norm_scope
         self._per_token = calculate_per_token_loss
         self._count_zeros = count_zeros
-        self._num_votes = num_votes
+        self._num_counted = num_counted
+        self._num_stagewise = num_stagewise
         self._pending: _Pending | None = None
         self._accumulators = {
             buffer.grad_data.untyped_storage().data_ptr() for buffer in ddp_buffers(model_chunk)
@@ -147,16 +153,16 @@ class DeferredUpdate:
         batch: int,
         iteration: int,
         num_tokens: torch.Tensor | None = None,
-        votes: Sequence[bool] = (),
-        correction_squares: Iterable[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        counted: torch.Tensor | None = None,
+        stagewise: torch.Tensor | None = None,
     ) -> None:
         """Take the gradients of ``batch`` and post what crosses stages.
 
         Args:
             num_tokens: tokens of the batch on this rank's last stage (int scalar), zero elsewhere.
-            votes: this rank's, as many as ``num_votes``.
-            correction_squares: of the last completed update, see ``ErrorFeedback.squares``; None
-                where it was not measured, on all ranks alike.
+            counted: ``num_counted`` numbers of this rank (1-D, float64), or None on all ranks.
+            stagewise: ``num_stagewise`` numbers of this stage (1-D, float64), the same on all of
+                its ranks that differ in the stage alone from a rank of another; or None on all.
 
         Raises:
             RuntimeError: the update before was not completed.
@@ -171,7 +177,7 @@ class DeferredUpdate:
                 dist.all_reduce(gradient, group=self._embedding_group, async_op=True)
                 for gradient in self._tied_gradients(gradients)
             ]
-        message = self._partial_sums(num_tokens, votes, correction_squares)
+        message = self._partial_sums(num_tokens, counted, stagewise)
         exchange = self._across.post(message)
         if exchange is None:
             extra = None
@@ -181,7 +187,7 @@ class DeferredUpdate:
                     work.wait()
                 works = []
                 extra = torch.zeros_like(message)
-                extra[: _ZEROS + 1] = self._stage_sums(tied=True)
+                extra[:_TOKENS] = self._stage_sums(tied=True)
             exchange = self._across.answer(message, extra)
         for parameter, _ in gradients:
             parameter.grad = None
@@ -195,7 +201,8 @@ class DeferredUpdate:
             ],
             exchange=exchange,
             works=works,
-            votes=len(votes),
+            counted=counted is not None,
+            stagewise=stagewise is not None,
         )
 
     @torch.no_grad()
@@ -216,9 +223,10 @@ class DeferredUpdate:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        sums = pending.exchange.wait()
-        for work in pending.works:
-            work.wait()
+        with bubble.waiting():
+            sums = pending.exchange.wait()
+            for work in pending.works:
+                work.wait()
         scale = 1.0
         if self._per_token:
             scale = 1.0 / max(sums[_TOKENS], 1.0)
@@ -236,15 +244,15 @@ class DeferredUpdate:
         if scale != 1.0 and pending.gradients:
             torch._foreach_mul_([gradient for _, gradient in pending.gradients], scale)
         succeeded = self._step(pending)
-        ratio = math.sqrt(sums[_CHANGE] / sums[_SIZE]) if sums[_SIZE] > 0 else None
+        behind_counted = _REST + self._num_counted
         return UpdateReport(
             batch=pending.batch,
             iteration=pending.iteration,
             succeeded=succeeded,
             grad_norm=norm,
             num_zeros=int(sums[_ZEROS]) if self._count_zeros else None,
-            correction_ratio=ratio,
-            votes=tuple(vote > 0 for vote in sums[_VOTES : _VOTES + pending.votes]),
+            counted=sums[_REST:behind_counted] if pending.counted else None,
+            stagewise=sums[behind_counted:] if pending.stagewise else None,
         )
 
     def _step(self, pending: _Pending) -> bool:
@@ -291,7 +299,7 @@ class DeferredUpdate:
     ) -> list[torch.Tensor]:
         """Return what the first and the last stage sum, the same pieces on both."""
         if not self._layer_wise:
-            return [gradient for parameter, gradient in gradients if id(parameter) in self._tied_main]
+            return [gradient for p, gradient in gradients if id(p) in self._tied_main]
         # The layer-wise optimizer may give the two copies to different data-parallel ranks, so all
         # of them sum the whole gradient, as Megatron does.
         assert self._tied_embedding is not None
@@ -305,19 +313,21 @@ class DeferredUpdate:
     def _partial_sums(
         self,
         num_tokens: torch.Tensor | None,
-        votes: Sequence[bool],
-        correction_squares: Iterable[tuple[torch.Tensor, torch.Tensor]] | None,
+        counted: torch.Tensor | None,
+        stagewise: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return this stage's numbers, the same on all of its ranks that hold the same parameters.
 
         Blocks only on ranks of this stage. The tied embedding's gradient is left out: it is not
         summed yet.
         """
+        behind_counted = _REST + self._num_counted
         message = torch.zeros(
-            _VOTES + self._num_votes, dtype=torch.float64, device=torch.cuda.current_device()
+            behind_counted + self._num_stagewise,
+            dtype=torch.float64,
+            device=torch.cuda.current_device(),
         )
-        message[: _ZEROS + 1] = self._stage_sums(tied=False)
-        counted = message[_TOKENS:]
+        message[:_TOKENS] = self._stage_sums(tied=False)
         # Ranks of one tensor-parallel group have the same tokens; count them once.
         if (
             self._per_token
@@ -325,15 +335,12 @@ class DeferredUpdate:
             and parallel_state.get_tensor_model_parallel_rank() == 0
         ):
             message[_TOKENS] = num_tokens.to(torch.float64)
-        for change, size in correction_squares or ():
-            message[_CHANGE] += change
-            message[_SIZE] += size
-        for i, vote in enumerate(votes):
-            message[_VOTES + i] = float(vote)
-        if self._stage_group is not None and (
-            self._per_token or votes or correction_squares is not None
-        ):
-            dist.all_reduce(counted, group=self._stage_group)
+        if counted is not None:
+            message[_REST:behind_counted] = counted
+        if self._stage_group is not None and (self._per_token or counted is not None):
+            dist.all_reduce(message[_TOKENS:behind_counted], group=self._stage_group)
+        if stagewise is not None:
+            message[behind_counted:] = stagewise
         return message
 
     def _stage_sums(self, *, tied: bool) -> torch.Tensor:
@@ -380,7 +387,9 @@ def _main_parameters_of(
         found.add(id(main))
     for leaf in leaves:
         pairs = zip(
-            getattr(leaf, "model_fp32_groups", []), getattr(leaf, "shard_fp32_groups", [])
+            getattr(leaf, "model_fp32_groups", []),
+            getattr(leaf, "shard_fp32_groups", []),
+            strict=True,
         )
         for models, shards in pairs:
             found |= {

@@ -7,7 +7,7 @@ decoupled weight decay included. The first update is not stale and is applied as
     x_{k+1} = x_k - U_k - lambda (U_k - U_{k-1})      k >= 1
 
 What should have been applied one step earlier but was not, U_k - U_{k-1}, is added now. With y the
-plain delayed iterate (y_0 = x_0, y_{k+1} = y_k - U_k) this is x_{k+1} = y_{k+1} - lambda (U_k - U_0).
+plain delayed iterate (y_0 = x_0, y_{k+1} = y_k - U_k), x_{k+1} = y_{k+1} - lambda (U_k - U_0).
 
 It acts on the innermost torch optimizer, the one that holds the fp32 main parameters or their
 shards, whatever optimizer that is, through torch's own step hooks. One buffer u per parameter:
@@ -29,7 +29,7 @@ import torch
 __all__ = ["STATE_KEY", "ErrorFeedback"]
 
 STATE_KEY = "delay_correction_update"
-"""Name of the buffer in the torch optimizer's state: same shape, dtype and device as the parameter."""
+"""Name of the buffer in the torch optimizer's state: shape, dtype and device of the parameter."""
 
 _SAMPLE = 4096
 
@@ -92,7 +92,9 @@ class ErrorFeedback:
             return
         if self.started:
             if self.measure:
-                self._samples = {p: _head(u).clone() for p, u in zip(parameters, updates)}
+                self._samples = {
+                    p: _head(u).clone() for p, u in zip(parameters, updates, strict=True)
+                }
             torch._foreach_add_(parameters, updates, alpha=self.strength)
         torch._foreach_copy_(updates, parameters)
 

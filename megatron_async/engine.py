@@ -7,19 +7,25 @@ optimizer, before a checkpoint is loaded.
 
 import argparse
 import copy
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed.finalize_model_grads import _get_shared_word_embedding_weight
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.training import get_signal_handler
+
+from megatron_async import bubble
 from megatron_async.arguments import AsyncConfig
 from megatron_async.deferred_update import DeferredUpdate, UpdateReport
 from megatron_async.delay_correction import ErrorFeedback
+from megatron_async.moe_metrics import MoEMetrics
 from megatron_async.schedules import make_pipeline
 from megatron_async.schedules.actions import Kind
+from megatron_async.tally import Tally
 from megatron_async.weight_versions import WeightVersions, inner_optimizers
 
 __all__ = ["Engine", "attach", "current", "deferring"]
@@ -77,6 +83,10 @@ class Engine:
             for leaf in inner_optimizers(optimizer)
             if self.config.corrected
         ]
+        self.moe = MoEMetrics(args) if args.num_experts is not None else None
+        self.tally = _tally(args, self.config)
+        self.sums: dict[str, float] = {}
+        """The tally of the last completed update, over all ranks."""
         self.deferred: DeferredUpdate | None = None
         if self.config.deferred_update:
             self.deferred = DeferredUpdate(
@@ -84,6 +94,8 @@ class Engine:
                 model_chunk=self.model_chunk,
                 weights=self.weights,
                 tied_embedding=_tied_embedding(self.model_chunk, model_config),
+                num_counted=len(self.tally),
+                num_stagewise=self.moe.size if self.moe is not None else 0,
                 norm_scope=self.config.grad_norm_scope,
                 calculate_per_token_loss=model_config.calculate_per_token_loss,
                 count_zeros=optimizer.config.log_num_zeros_in_grad,
@@ -94,7 +106,9 @@ class Engine:
             weights=self.weights,
             complete_update=self.complete_update,
             deferred=self.config.deferred_update,
+            select_batch=self.moe.select if self.moe is not None else None,
         )
+        self._num_microbatches = 0
 
     # Training iterations
 
@@ -106,6 +120,8 @@ class Engine:
             kwargs: what Megatron passes to it.
         """
         if kwargs.get("forward_only"):
+            self.complete_update()
+            self._collect_moe_metrics(batch=None)
             with _selected(self.weights, self.weights.newest):
                 return synchronous(**kwargs)
         iteration = self.args.curr_iteration
@@ -114,7 +130,8 @@ class Engine:
             return synchronous(**kwargs)
         if not self.asynchronous_now:
             self._start()
-        return self.pipeline(
+        self._num_microbatches = kwargs["num_microbatches"]
+        losses = self.pipeline(
             forward_step_func=kwargs["forward_step_func"],
             data_iterator=kwargs["data_iterator"],
             model=kwargs["model"],
@@ -126,6 +143,13 @@ class Engine:
             decoder_seq_length=kwargs.get("decoder_seq_length"),
             force_all_reduce=kwargs.get("force_all_reduce", False),
         )
+        # What Megatron reports at the end of the iteration is this batch's.
+        self._collect_moe_metrics(batch=self.pipeline.batch - 1)
+        return losses
+
+    def _collect_moe_metrics(self, *, batch: int | None) -> None:
+        if self.moe is not None:
+            self.moe.select(batch)
 
     def _start(self) -> None:
         """Begin the asynchronous segment: the weights of this moment are version 0."""
@@ -153,6 +177,8 @@ class Engine:
                 case Kind.COMPLETE_UPDATE:
                     self.complete_update()
         self.pipeline.closing = []
+        # Whoever looks at the model between two iterations sees the newest complete version.
+        self.weights.select(self.weights.newest)
         report = self.last_report
         if report is None:
             return True, None, None
@@ -174,15 +200,33 @@ class Engine:
 
     def _launch_update(self, batch: int) -> None:
         assert self.deferred is not None
-        squares = None
-        if self.corrections and self._logs(self.args.curr_iteration):
-            squares = [c.squares for c in self.corrections if c.squares is not None]
         self.deferred.launch(
             batch=batch,
             iteration=self.args.curr_iteration + 1,
             num_tokens=self.pipeline.total_num_tokens,
-            correction_squares=squares,
+            counted=self.tally.pack(self._own_numbers()),
+            stagewise=(None if self.moe is None else self.moe.take(batch, self._num_microbatches)),
         )
+        self._collect_moe_metrics(batch=None)
+
+    def _own_numbers(self) -> dict[str, float | torch.Tensor]:
+        """Return what this rank adds to the tally."""
+        numbers: dict[str, float | torch.Tensor] = {}
+        if "signals" in self.tally:
+            numbers["signals"] = float(get_signal_handler()._signal_received)
+        if "overtime" in self.tally:
+            numbers["overtime"] = float(_minutes_trained() > self.args.exit_duration_in_mins)
+        if "unfinished saves" in self.tally:
+            numbers["unfinished saves"] = float(_save_is_running())
+        measured = bubble.log()
+        if "idle" in self.tally and measured is not None:
+            numbers["idle"], numbers["elapsed"] = measured.meter.close_iteration()
+        for correction in self.corrections:
+            if correction.squares is not None:
+                change, size = correction.squares
+                numbers["correction"] = numbers.get("correction", 0.0) + change
+                numbers["update"] = numbers.get("update", 0.0) + size
+        return numbers
 
     def complete_update(self) -> None:
         """Complete the launched update, if there is one."""
@@ -198,18 +242,76 @@ class Engine:
     def _report(self, report: UpdateReport) -> None:
         self.reports.append(report)
         self.last_report = report
-
-    def _logs(self, iteration: int) -> bool:
-        """Whether scalars are written in this iteration (0-indexed), on some rank."""
-        args = self.args
-        writes = args.tensorboard_dir or getattr(args, "wandb_project", "")
-        return bool(writes) and (iteration + 1) % args.tensorboard_log_interval == 0
+        self.sums = self.tally.unpack(report.counted)
+        measured = bubble.log()
+        if measured is not None and "idle" in self.sums:
+            measured.add(self.sums["idle"], self.sums["elapsed"])
+        if self.moe is not None and report.stagewise is not None:
+            self.moe.set_totals(report.stagewise)
 
     def _measure_corrections(self) -> None:
         for correction in self.corrections:
-            correction.measure = bool(
-                self.args.tensorboard_dir or getattr(self.args, "wandb_project", "")
-            )
+            correction.measure = "correction" in self.tally
+
+    # What Megatron's loop asks between iterations
+
+    def agreed(self, question: str) -> bool:
+        """Whether any rank was for it when the last completed update was launched.
+
+        All ranks get the same answer in the same iteration, without a collective of its own.
+        """
+        return self.sums.get(question, 0.0) > 0
+
+    def scalars(self) -> list[tuple[str, float, int]]:
+        """Return (name, value, iteration) of what is to be logged, and forget the reports."""
+        found: list[tuple[str, float, int]] = []
+        for report in self.reports:
+            found.append(("update-grad-norm", report.grad_norm, report.iteration))
+            sums = self.tally.unpack(report.counted)
+            if sums.get("update", 0.0) > 0:
+                # Measured in the update before the one that carried it.
+                ratio = math.sqrt(sums["correction"] / sums["update"])
+                found.append(("delay-correction-ratio", ratio, report.iteration - 1))
+        self.reports.clear()
+        iteration = self.args.curr_iteration + 1
+        found.append(("weight-version", self.weights.newest, iteration))
+        found.append(("gradient-delay", min(self.pipeline.batch - 1, 1), iteration))
+        return found
+
+
+def _tally(args: argparse.Namespace, config: AsyncConfig) -> Tally:
+    writes = bool(args.tensorboard_dir or getattr(args, "wandb_project", ""))
+    names = [
+        name
+        for name, wanted in (
+            ("signals", args.exit_signal_handler),
+            ("overtime", bool(args.exit_duration_in_mins)),
+            ("unfinished saves", args.async_save),
+            ("idle", config.log_bubble),
+            ("elapsed", config.log_bubble),
+            ("correction", config.corrected and writes),
+            ("update", config.corrected and writes),
+        )
+        if wanted
+    ]
+    return Tally(*names)
+
+
+def _minutes_trained() -> float:
+    from megatron.training import training
+
+    return (time.time() - float(training._TRAIN_START_TIME)) / 60.0
+
+
+def _save_is_running() -> bool:
+    """Whether this rank's part of the oldest asynchronous save is still being written."""
+    from megatron.training import async_utils
+
+    queue = async_utils._async_calls_queue
+    if queue is None or not queue.async_calls:
+        return False
+    process = getattr(queue.async_calls[0].async_caller, "process", None)
+    return process is not None and process.is_alive()
 
 
 def _tied_embedding(model_chunk: Any, config: Any) -> torch.nn.Parameter | None:

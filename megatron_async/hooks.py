@@ -8,6 +8,7 @@ before it was replaced.
 
 import functools
 import importlib
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -64,6 +65,7 @@ def _attach(original: Any) -> Any:
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, model_chunks: Any, *rest: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
+
         from megatron_async import engine
         from megatron_async.arguments import AsyncConfig
 
@@ -80,13 +82,32 @@ def _schedule(original: Any) -> Any:
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         from megatron_async import engine
 
-        synchronous = original(*args, **kwargs)
+        run = original(*args, **kwargs)
         running = engine.current()
-        if running is None:
-            return synchronous
-        return functools.partial(running.forward_backward, synchronous)
+        if running is not None:
+            run = functools.partial(running.forward_backward, run)
+        return _timing_data(run)
 
     return get_forward_backward_func
+
+
+def _timing_data(run: Any) -> Any:
+    """Count the time that a training step waits for data, if the bubble is measured."""
+    from megatron_async import bubble
+
+    measured = bubble.log()
+    if measured is None:
+        return run
+
+    def timed(*, data_iterator: Any, forward_only: bool = False, **kwargs: Any) -> Any:
+        if not forward_only:
+            if isinstance(data_iterator, list):
+                data_iterator = [bubble.TimedIterator(it, measured.meter) for it in data_iterator]
+            elif data_iterator is not None:
+                data_iterator = bubble.TimedIterator(data_iterator, measured.meter)
+        return run(data_iterator=data_iterator, forward_only=forward_only, **kwargs)
+
+    return timed
 
 
 def _own_value_if_deferring(original: Any) -> Any:
@@ -99,12 +120,17 @@ def _own_value_if_deferring(original: Any) -> Any:
     return reduce_across_model_parallel_group
 
 
-def _skip_if_deferring(original: Any) -> Any:
+def _embedding_gradients(original: Any) -> Any:
     @functools.wraps(original)
     def allreduce_word_embedding_grads(*args: Any, **kwargs: Any) -> Any:
-        from megatron_async import engine
+        from megatron_async import bubble, engine
 
-        return None if engine.deferring() else original(*args, **kwargs)
+        if engine.deferring():
+            return None
+        measured = bubble.log()
+        if measured is not None:
+            measured.wait_for_stages()
+        return original(*args, **kwargs)
 
     return allreduce_word_embedding_grads
 
@@ -130,6 +156,157 @@ def _elapsed_without_barrier(original: Any) -> Any:
         return total
 
     return elapsed
+
+
+def _timed_receive(original: Any) -> Any:
+    @functools.wraps(original)
+    def communicate(self: Any, *, recv_prev: bool, recv_next: bool, **kwargs: Any) -> Any:
+        from megatron_async import bubble
+
+        if not (recv_prev or recv_next):
+            return original(self, recv_prev=recv_prev, recv_next=recv_next, **kwargs)
+        with bubble.waiting():
+            return original(self, recv_prev=recv_prev, recv_next=recv_next, **kwargs)
+
+    return communicate
+
+
+def _log_scalars(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        from megatron_async import bubble, engine
+
+        call = signature.bind(*args, **kwargs).arguments
+        iteration = call["iteration"]
+        settings = get_args()
+        measured = bubble.log()
+        if measured is not None:
+            if not engine.deferring():
+                measured.add(*measured.meter.close_iteration())
+            if iteration % settings.log_interval == 0:
+                measured.close(everywhere=engine.deferring())
+        result = original(*args, **kwargs)
+        if iteration % settings.tensorboard_log_interval == 0:
+            _write_scalars(iteration)
+        return result
+
+    return training_log
+
+
+def _write_scalars(iteration: int) -> None:
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+    from megatron_async import bubble, engine
+
+    scalars: list[tuple[str, float, int]] = []
+    running = engine.current()
+    if running is not None and running.asynchronous_now:
+        scalars += running.scalars()
+    measured = bubble.log()
+    if measured is not None and measured.share is not None:
+        scalars.append(("pipeline-bubble", measured.share, iteration))
+    writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
+    for name, value, at in scalars:
+        if writer:
+            writer.add_scalar(name, value, at)
+        if wandb_writer:
+            # W&B takes no step that lies behind the last one; what belongs to an earlier iteration
+            # carries its number along.
+            wandb_writer.log({name: value, f"{name} iteration": at}, iteration)
+
+
+def _log_line(original: Any) -> Any:
+    @functools.wraps(original)
+    def print_rank_last(message: Any) -> Any:
+        from megatron_async import bubble
+
+        measured = bubble.log()
+        if (
+            measured is not None
+            and measured.share is not None
+            and isinstance(message, str)
+            and " iteration " in message
+            and message.endswith("|")
+        ):
+            message += f" bubble: {100 * measured.share:.1f}% |"
+        return original(message)
+
+    return print_rank_last
+
+
+def _decide_exit(original: Any) -> Any:
+    @functools.wraps(original)
+    def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        from megatron_async import engine
+
+        running = engine.current()
+        if running is None or not engine.deferring():
+            return original(*args, **kwargs)
+        # Megatron asks all ranks, by a blocking collective in every iteration. The answer is known
+        # already; only in the iteration in which all ranks know that they stop is it asked for.
+        settings = get_args()
+        handler, minutes = settings.exit_signal_handler, settings.exit_duration_in_mins
+        settings.exit_signal_handler = handler and running.agreed("signals")
+        settings.exit_duration_in_mins = minutes if running.agreed("overtime") else None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            settings.exit_signal_handler, settings.exit_duration_in_mins = handler, minutes
+
+    return checkpoint_and_decide_exit
+
+
+def _finalize_async_save(original: Any) -> Any:
+    @functools.wraps(original)
+    def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> Any:
+        from megatron_async import engine
+
+        running = engine.current()
+        polling = not (blocking or terminate)
+        # Polling is a collective over all ranks in every iteration. They know from the last update
+        # whether any of them is still writing.
+        if (
+            running is not None
+            and engine.deferring()
+            and polling
+            and (running.agreed("unfinished saves") or not running.sums)
+        ):
+            return None
+        return original(blocking=blocking, terminate=terminate)
+
+    return maybe_finalize_async_save
+
+
+def _report_moe_metrics(original: Any) -> Any:
+    @functools.wraps(original)
+    def report(self: Any, loss_scale: float, *args: Any, **kwargs: Any) -> Any:
+        from megatron_async import engine
+
+        running = engine.current()
+        if running is None or running.moe is None or not engine.deferring():
+            return original(self, loss_scale, *args, **kwargs)
+        if running.moe.totals is None:
+            return ""
+        running.moe.fill(self, round(1.0 / loss_scale))
+        return original(self, loss_scale, *args, **kwargs)
+
+    return report
+
+
+def _sync_moe_metrics(original: Any) -> Any:
+    @functools.wraps(original)
+    def sync_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron_async import engine
+
+        return None if engine.deferring() else original(self, *args, **kwargs)
+
+    return sync_metrics
 
 
 _TRAINING = "megatron.training.training"
@@ -181,7 +358,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         module="megatron.core.distributed.finalize_model_grads",
         attribute="_allreduce_word_embedding_grads",
-        make=_skip_if_deferring,
+        make=_embedding_gradients,
         why="waits for the other end of the pipeline; the deferred update sums the copies",
     ),
     Hook(
@@ -189,6 +366,48 @@ HOOKS: tuple[Hook, ...] = (
         attribute="Timer.elapsed",
         make=_elapsed_without_barrier,
         why="a barrier over all ranks at every log line",
+    ),
+    Hook(
+        module=_TRAINING,
+        attribute="training_log",
+        make=_log_scalars,
+        why="our scalars go to the same writers",
+    ),
+    Hook(
+        module=_TRAINING,
+        attribute="print_rank_last",
+        make=_log_line,
+        why="the bubble's share stands in the iteration's log line",
+    ),
+    Hook(
+        module="megatron.core.pipeline_parallel.p2p_communication",
+        attribute="P2PCommunicator._communicate",
+        make=_timed_receive,
+        why="the time spent in receives, for --log-pipeline-bubble",
+    ),
+    Hook(
+        module=_TRAINING,
+        attribute="checkpoint_and_decide_exit",
+        make=_decide_exit,
+        why="collectives over all ranks with --exit-signal-handler and --exit-duration-in-mins",
+    ),
+    Hook(
+        module=_TRAINING,
+        attribute="maybe_finalize_async_save",
+        make=_finalize_async_save,
+        why="a collective over all ranks while an asynchronous save is under way",
+    ),
+    Hook(
+        module="megatron.core.transformer.moe.moe_logging",
+        attribute="MoEMetricsTracker.report",
+        make=_report_moe_metrics,
+        why="the metrics of the last completed batch, once there is one",
+    ),
+    Hook(
+        module="megatron.core.transformer.moe.moe_logging",
+        attribute="MoEMetricsTracker._sync_metrics",
+        make=_sync_moe_metrics,
+        why="an all-reduce over the stages in every iteration; the sums travel with the update",
     ),
 )
 

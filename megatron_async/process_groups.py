@@ -7,6 +7,7 @@ every rank has to create every group, in one order.
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,9 @@ def new_groups(
     mine: list[dist.ProcessGroup | None] = []
     for family in range(families):
         for ranks in _distinct(sets[family] for sets in everyone if family < len(sets)):
-            group = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+            group: Any = None
+            if len(ranks) > 1:
+                group = dist.new_group(list(ranks), timeout=timeout)
             if family < len(wanted) and ranks == tuple(wanted[family]):
                 mine.append(group)
                 if group is not None:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 
+from megatron_async import validation
 from megatron_async.arguments import AsyncConfig, add_arguments, set_defaults
 
 __all__ = ["check_arguments", "flags_in"]
@@ -22,13 +23,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: the flags cannot be combined; rank 0 prints why, once.
     """
-    try:
-        from megatron_async import validation
-    except ImportError:
-        validation = None  # type: ignore[assignment]
+    rank = int(os.environ.get("RANK", "0"))
     notices = set_defaults(args)
-    if validation is not None and AsyncConfig.from_args(args) is not None:
-        notices += validation.check(args)
-    if int(os.environ.get("RANK", "0")) == 0:
+    validation.enforce(args, rank=rank)
+    if rank == 0:
         for notice in notices:
             print(f"megatron_async: {notice}", file=sys.stderr, flush=True)
+    if AsyncConfig.from_args(args).log_bubble:
+        from megatron_async import bubble
+
+        bubble.enable()

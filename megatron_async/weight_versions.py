@@ -1,10 +1,11 @@
 """Two weight versions, each in a buffer of its own.
 
-Version v lives in buffer v mod 2 (or its other, if training began there). A batch's forward and backward use one buffer from first to last,
-so nothing that autograd saved (leaf parameters, transposed views as in F.linear, aliases that fused
-layers keep) is overwritten under a live graph. Selecting a version repoints ``param.data``; making
-version v + 1 copies version v into the other buffer and lets Megatron's unmodified optimizer step
-write there. One live buffer with one stash would corrupt saved views without a word.
+Versions alternate between the two buffers. A batch's forward and backward use one buffer from first
+to last, so nothing that autograd saved (leaf parameters, transposed views as in F.linear, aliases
+that fused layers keep) is overwritten under a live graph. Selecting a version repoints
+``param.data``; making version v + 1 copies version v into the other buffer and lets Megatron's
+unmodified optimizer step write there. One live buffer with one stash would corrupt saved views
+without a word.
 
 Source: "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1; what has
 to be repointed together was read off megatron/core/distributed/param_and_grad_buffer.py and
@@ -107,7 +108,7 @@ class WeightVersions:
 
     def _twin_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the view of the second flat buffer that corresponds to a view of the first."""
-        twin = self._twin_of_storage.get(tensor.untyped_storage().data_ptr())
+        twin: torch.Tensor | None = self._twin_of_storage.get(tensor.untyped_storage().data_ptr())
         if twin is None:
             return None
         return twin.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
+
 from megatron_async.schedules.actions import UPDATES, Action, Kind, pipedream_2bw_call
 from megatron_async.weight_versions import WeightVersions
 
@@ -48,6 +48,8 @@ class PipeDream2BW:
         deferred: whether updates are launched at the end of a call and completed in the next.
         before_next_batch: called right before the first forward of the batch after the running
             one; the random state of that moment is what a resumed run has to start from.
+        select_batch: called with the batch before each forward and backward of a microbatch;
+            whatever is summed up per batch has to go to that one.
     """
 
     name = "pipedream-2bw"
@@ -59,6 +61,7 @@ class PipeDream2BW:
         complete_update: Callable[[], None],
         deferred: bool,
         before_next_batch: Callable[[], None] | None = None,
+        select_batch: Callable[[int], None] | None = None,
     ) -> None:
         self.weights = weights
         self.batch = 0
@@ -70,10 +73,11 @@ class PipeDream2BW:
         self.closing: list[Action] = []
         """The update actions that end the last call; the optimizer's step runs them."""
         self.total_num_tokens: torch.Tensor | None = None
-        """Tokens of the last call's batch on the last stage (int scalar), for the per-token loss."""
+        """Tokens of the last call's batch on the last stage (int scalar)."""
         self._complete_update = complete_update
         self._deferred = deferred
         self._before_next_batch = before_next_batch
+        self._select_batch = select_batch
         self._received_input: Any = None
         self._p2p: P2PCommunicator | None = None
         self._groups: Any = None
@@ -133,7 +137,7 @@ class PipeDream2BW:
             shapes=megatron_schedules.get_tensor_shapes(
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,  # type: ignore[arg-type]
+                decoder_seq_length=decoder_seq_length,
                 config=config,
                 tp_group=self._groups.tp,
                 cp_group=self._groups.cp,
@@ -284,7 +288,7 @@ class _Call:
         pipeline = self.pipeline
         if action.batch > self._batch and action.microbatch == 0 and pipeline._before_next_batch:
             pipeline._before_next_batch()
-        pipeline.weights.select(action.version)
+        self._select(action)
         num_microbatches = self.num_microbatches[action.batch]
         received, pipeline._received_input = pipeline._received_input, None
         output, num_tokens = megatron_schedules.forward_step(
@@ -313,6 +317,11 @@ class _Call:
             )
         )
 
+    def _select(self, action: Action) -> None:
+        self.pipeline.weights.select(action.version)
+        if self.pipeline._select_batch is not None:
+            self.pipeline._select_batch(action.batch)
+
     def _release_output(self) -> None:
         megatron_schedules.deallocate_output_tensor(
             self._output, self.config.deallocate_pipeline_outputs
@@ -324,7 +333,7 @@ class _Call:
         done = pipeline.in_flight.popleft()
         if (done.batch, done.microbatch) != (action.batch, action.microbatch):
             raise AssertionError(f"{action} found microbatch {done.microbatch} of {done.batch}")
-        pipeline.weights.select(action.version)
+        self._select(action)
         self._set_moe_loss_scale(done)
         self._input_grad = megatron_schedules.backward_step(
             done.input, done.output, self._output_grad, self.config
@@ -355,4 +364,3 @@ def _only(value: Any) -> Any:
             )
         return value[0]
     return value
-

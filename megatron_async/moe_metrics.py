@@ -1,0 +1,102 @@
+"""MoE metrics of a batch, when microbatches of the next one are forwarded in between.
+
+Megatron's routers add their auxiliary losses to one global tracker, and each iteration's log line
+sums it over all ranks and clears it. Here the tracker holds one set of sums per batch, so that a
+microbatch that is forwarded ahead counts for its own batch; and the sum over the stages travels
+with the deferred update instead of a collective of its own.
+
+Source: megatron/core/transformer/moe/moe_logging.py; the names tracked are those of
+``training_log`` in megatron/training/training.py.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+__all__ = ["MoEMetrics"]
+
+
+class MoEMetrics:
+    """The metrics of one rank.
+
+    Args:
+        args: Megatron's arguments, of a model with experts.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._tracker = get_moe_metrics_tracker()
+        kinds = args.moe_router_load_balancing_type
+        self.names = [
+            name
+            for name, present in (
+                ("load_balancing_loss", "aux_loss" in kinds),
+                ("seq_load_balancing_loss", "seq_aux_loss" in kinds),
+                ("z_loss", args.moe_z_loss_coeff is not None),
+            )
+            if present
+        ]
+        self._num_layers = int(args.num_layers)
+        self._entries: tuple[dict[str, Any], ...] = (self._tracker._metrics, {}, {})
+        self.totals: torch.Tensor | None = None
+        """Sums over all layers' owners of the last completed batch, divided by its number of
+        microbatches: (metrics, layers), float64. None before the first."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers a batch's metrics are."""
+        return len(self.names) * self._num_layers
+
+    def select(self, batch: int | None) -> None:
+        """Let the routers add to the sums of a batch; None for an evaluation's, which nobody
+        reads."""
+        self._tracker._metrics = self._entries[2 if batch is None else batch % 2]
+
+    def take(self, batch: int, num_microbatches: int) -> torch.Tensor:
+        """Return a batch's metrics, summed over the ranks of this stage, and clear them.
+
+        The reductions are those of ``MoEMetricsTracker._sync_metrics`` but for the one over the
+        stages, and in that order.
+        """
+        self.select(batch)
+        tracker = self._tracker
+        rows = []
+        for name in self.names:
+            tracker.ensure_initialized(name, self._num_layers)
+            entry = tracker._metrics[name]
+            values = entry.values
+            if entry.reduce_group is not None:
+                dist.all_reduce(values, group=entry.reduce_group)
+            if entry.avg_group is not None:
+                dist.all_reduce(values, group=entry.avg_group, op=dist.ReduceOp.AVG)
+            if entry.needs_dp_avg:
+                group = parallel_state.get_data_parallel_group(
+                    with_context_parallel=False, partial_data_parallel=False
+                )
+                dist.all_reduce(values, group=group, op=dist.ReduceOp.AVG)
+            rows.append(values.double() / num_microbatches)
+        result = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
+        tracker.clear()
+        return result
+
+    def set_totals(self, totals: list[float]) -> None:
+        """Keep what came back for a completed batch."""
+        self.totals = torch.tensor(totals, dtype=torch.float64).view(
+            len(self.names), self._num_layers
+        )
+
+    def fill(self, tracker: Any, num_microbatches: int) -> None:
+        """Put the last completed batch's sums where the tracker's report reads them.
+
+        Args:
+            num_microbatches: what the report divides by.
+        """
+        if self.totals is None:
+            return
+        for name, values in zip(self.names, self.totals, strict=True):
+            tracker.ensure_initialized(name, self._num_layers)
+            entry = tracker._metrics[name]
+            entry.values.copy_((values * num_microbatches).to(entry.values))
