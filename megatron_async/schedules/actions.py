@@ -169,6 +169,8 @@ def pipedream_2bw_call(
     first: bool,
     last: bool,
     deferred: bool,
+    gather_ahead: bool = False,
+    reduce_late: bool = False,
     complete_after_receive: bool = False,
 ) -> list[Action]:
     """Return what one stage does in call `batch` of the forward-backward function.
@@ -191,6 +193,11 @@ def pipedream_2bw_call(
         deferred: Launch the update at the end of the call and complete it in the next one, right
             after backward m - w - 1 and before the communication that follows, which is the latest
             place where no other stage can be waiting for this one. Otherwise update at the end.
+        gather_ahead: Complete earlier where m leaves room, by half of the slots that no stage's total
+            can be late for, so that the new version's parameters are gathered under computation.
+        reduce_late: Launch after the next call's backward 0 instead, so that the data-parallel
+            reduction of the gradients runs under computation. Needs m >= p, and a gradient buffer
+            for each of two batches.
         complete_after_receive: Complete after that communication instead. This is wrong on
             purpose, it makes the stages' optimizer steps wait for each other one by one, and exists
             so that tests can show that it is noticed.
@@ -209,6 +216,11 @@ def pipedream_2bw_call(
             )
     if batch < 0:
         raise ValueError(f"batch must not be negative, got {batch}")
+    if reduce_late and min(microbatches, following) < stages:
+        raise ValueError(
+            f"launching the update after the next call's first backward needs at least {stages} "
+            f"microbatches with {stages} pipeline stages, got {min(microbatches, following)}"
+        )
     if batch == 0 and not first:
         raise ValueError("call 0 starts with an empty pipeline, it must be the first")
 
@@ -238,7 +250,8 @@ def pipedream_2bw_call(
         return Action(stage=stage, kind=kind, batch=number, version=number + 1)
 
     pending = deferred and not first
-    complete_at = microbatches - ahead - 1
+    late = reduce_late and not first
+    complete_at = _complete_after(microbatches, stages, stage, gather_ahead, reduce_late)
     actions: list[Action] = []
     if first:
         for index in range(ahead):
@@ -259,6 +272,8 @@ def pipedream_2bw_call(
             send = act(Kind.SEND_BACKWARD, i)
         else:
             send = act(Kind.SEND_BACKWARD_RECV_FORWARD, i, receives=index + 1)
+        if late and i == 0:
+            actions.append(update(Kind.LAUNCH_UPDATE, batch - 1))
         if pending and i == complete_at:
             complete = update(Kind.COMPLETE_UPDATE, batch - 1)
             actions.extend([send, complete] if complete_after_receive else [complete, send])
@@ -267,12 +282,24 @@ def pipedream_2bw_call(
     if not deferred:
         actions.append(update(Kind.UPDATE, batch))
         return actions
-    actions.append(update(Kind.LAUNCH_UPDATE, batch))
-    # m = w: already the next call's first forward needs the version, so there is no backward in the
-    # next call to complete after.
-    if last or following == ahead:
+    if last or not reduce_late:
+        actions.append(update(Kind.LAUNCH_UPDATE, batch))
+    # Nothing of the next call is to come before the completion: for m = w, already its first
+    # forward needs the version.
+    if last or _complete_after(following, stages, stage, gather_ahead, reduce_late) < 0:
         actions.append(update(Kind.COMPLETE_UPDATE, batch))
     return actions
+
+
+def _complete_after(
+    microbatches: int, stages: int, stage: int, gather_ahead: bool, reduce_late: bool
+) -> int:
+    """Return the backward after which the batch before's update is completed; negative if that is
+    before the first."""
+    latest = microbatches - warmup_microbatches(stages, stage) - 1
+    # Stage 0's total is known to all when stage 0 has launched; so much later is `latest` there.
+    room = microbatches - stages + (0 if reduce_late else 1)
+    return latest - ((room + 1) // 2 if gather_ahead and room > 0 else 0)
 
 
 def pipedream_2bw_lists(
@@ -282,6 +309,8 @@ def pipedream_2bw_lists(
     deferred: bool,
     first_batch: int = 0,
     drain: bool = True,
+    gather_ahead: bool = False,
+    reduce_late: bool = False,
     complete_after_receive: bool = False,
 ) -> list[list[Action]]:
     """Return each stage's actions over len(microbatches) calls, one count of microbatches a call.
@@ -303,6 +332,8 @@ def pipedream_2bw_lists(
                 first=call == 0,
                 last=drain and call == calls - 1,
                 deferred=deferred,
+                gather_ahead=gather_ahead,
+                reduce_late=reduce_late,
                 complete_after_receive=complete_after_receive,
             )
         ]
