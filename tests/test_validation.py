@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import gpt_args, run_torchrun
 
 from megatron_async.arguments import DEFAULTS, AsyncConfig, add_arguments, set_defaults
 from megatron_async.validation import RULES, ArgumentError, Facts, Rule, Scope, check, enforce
@@ -556,3 +557,20 @@ def test_warnings_are_printed_by_rank_0_alone(parser: argparse.ArgumentParser) -
     assert streams[0].getvalue().startswith("WARNING: megatron_async: --optimizer: AdamW")
     assert streams[0].getvalue().count("\n") == 1
     assert streams[1].getvalue() == ""
+
+
+def test_launcher_ends_a_job_of_two_ranks_with_one_list_of_problems() -> None:
+    argv = gpt_args(
+        pipeline_model_parallel_size=2,
+        pipeline_schedule="pipedream-2bw",
+        log_params_norm=True,
+        save_params_interval=5,
+    )
+    result = run_torchrun(2, argv, launcher="plugin", check=False)
+    assert result.returncode != 0
+    printed = [rank.stdout + rank.stderr for rank in result.ranks]
+    for flag in ("--log-params-norm: ", "--save-params-interval: "):
+        assert [text.count(flag) for text in printed] == [1, 0]
+    assert "2 problems" in printed[0]
+    assert not any("Traceback" in text for text in printed)
+    assert result.iterations == []
