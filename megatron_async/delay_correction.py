@@ -23,15 +23,23 @@ lambda = 1).
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["STATE_KEY", "ErrorFeedback"]
+__all__ = ["STATE_KEY", "ErrorFeedback", "correction_of"]
 
 STATE_KEY = "delay_correction_update"
 """Name of the buffer in the torch optimizer's state: shape, dtype and device of the parameter."""
 
 _SAMPLE = 4096
+
+_corrections: "WeakKeyDictionary[torch.optim.Optimizer, ErrorFeedback]" = WeakKeyDictionary()
+
+
+def correction_of(optimizer: Any) -> "ErrorFeedback | None":
+    """Return the correction that acts on a torch optimizer."""
+    return _corrections.get(optimizer)
 
 
 class ErrorFeedback:
@@ -59,6 +67,8 @@ class ErrorFeedback:
         self.strength = strength
         self.started = False
         """Whether an update was made already; before that there is nothing to correct."""
+        self.buffered = False
+        """Whether the optimizer's state holds the buffers."""
         self.enabled = False
         """Off while training is synchronous: the hooks do nothing."""
         self.measure = False
@@ -68,8 +78,32 @@ class ErrorFeedback:
         first 4096 elements of each parameter: exact for small parameters, an estimate for large."""
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._samples: dict[torch.Tensor, torch.Tensor] = {}
+        self._applied = strength
+        # Transformer Engine's FusedAdam saves and loads only what it knows the precision of.
+        precisions = getattr(optimizer, "name_to_dtype_map", None)
+        if precisions is not None:
+            precisions[STATE_KEY] = torch.float32
+        _corrections[optimizer] = self
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    def enable(self, *, applied: float | None = None) -> None:
+        """Let the correction act from the next step on.
+
+        Args:
+            applied: lambda of the last step, if it was corrected and the buffers hold its update;
+                None if the next step is the first one.
+        """
+        self.enabled = True
+        self.started = applied is not None
+        if applied is not None:
+            self._applied = applied
+
+    def make_buffers(self) -> None:
+        """Put empty buffers into the optimizer's state, which must be initialised, to load into."""
+        for p in self._parameters():
+            self._optimizer.state[p][STATE_KEY] = torch.zeros_like(p, requires_grad=False)
+        self.buffered = True
 
     def _parameters(self) -> list[torch.Tensor]:
         return [
@@ -95,7 +129,8 @@ class ErrorFeedback:
                 self._samples = {
                     p: _head(u).clone() for p, u in zip(parameters, updates, strict=True)
                 }
-            torch._foreach_add_(parameters, updates, alpha=self.strength)
+            # The strength may have been changed at a resume; what was added goes.
+            torch._foreach_add_(parameters, updates, alpha=self._applied)
         torch._foreach_copy_(updates, parameters)
 
     @torch.no_grad()
@@ -112,7 +147,8 @@ class ErrorFeedback:
             if self.started:
                 torch._foreach_sub_(parameters, updates, alpha=self.strength)
         self.squares = self._measured() if self._samples else None
-        self.started = True
+        self._applied = self.strength
+        self.started = self.buffered = True
 
     def _measured(self) -> tuple[torch.Tensor, torch.Tensor]:
         change, size = [], []

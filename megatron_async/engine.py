@@ -18,7 +18,7 @@ from megatron.core.distributed.finalize_model_grads import _get_shared_word_embe
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_signal_handler
 
-from megatron_async import bubble
+from megatron_async import bubble, random_state
 from megatron_async.arguments import AsyncConfig
 from megatron_async.deferred_update import DeferredUpdate, UpdateReport
 from megatron_async.delay_correction import ErrorFeedback
@@ -69,6 +69,11 @@ class Engine:
         self.reports: list[UpdateReport] = []
         """Completed updates that were not logged yet."""
         self.last_report: UpdateReport | None = None
+        self.correction_started = False
+        """Whether an update was made with the correction, so that its buffers hold one."""
+        self.next_batch_random_state: random_state.RandomState | None = None
+        """The random state before this stage's first forward of the next batch, if microbatches of
+        it were forwarded ahead. Else the present state is that."""
         self._synchronous_step: Callable[[], Any] = optimizer.step
         optimizer.step = self.step
 
@@ -106,6 +111,7 @@ class Engine:
             weights=self.weights,
             complete_update=self.complete_update,
             deferred=self.config.deferred_update,
+            before_next_batch=self._keep_random_state,
             select_batch=self.moe.select if self.moe is not None else None,
         )
         self._num_microbatches = 0
@@ -131,6 +137,7 @@ class Engine:
         if not self.asynchronous_now:
             self._start()
         self._num_microbatches = kwargs["num_microbatches"]
+        self.next_batch_random_state = None
         losses = self.pipeline(
             forward_step_func=kwargs["forward_step_func"],
             data_iterator=kwargs["data_iterator"],
@@ -155,8 +162,40 @@ class Engine:
         """Begin the asynchronous segment: the weights of this moment are version 0."""
         self.asynchronous_now = True
         self.weights.restart(newest=0)
+        self.correction_started = False
         for correction in self.corrections:
-            correction.enabled = True
+            correction.enable()
+
+    def resume(
+        self,
+        *,
+        batch: int,
+        report: UpdateReport | None,
+        correction_strength: float | None,
+    ) -> None:
+        """Go on with an asynchronous segment that was saved.
+
+        Both weight versions and the optimizer's state are loaded already.
+
+        Args:
+            batch: the first batch that is to run.
+            report: of the last completed update.
+            correction_strength: by which the newest weights were corrected; None if they were not,
+                or if the correction starts anew.
+        """
+        self.asynchronous_now = True
+        self.pipeline.batch = batch
+        self.last_report = report
+        if report is not None:
+            self.reports = [report]
+            if self.moe is not None and report.stagewise is not None:
+                self.moe.set_totals(report.stagewise)
+        self.correction_started = correction_strength is not None
+        for correction in self.corrections:
+            correction.enable(applied=correction_strength)
+
+    def _keep_random_state(self) -> None:
+        self.next_batch_random_state = random_state.capture()
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """What Megatron calls as ``optimizer.step()``.
@@ -242,6 +281,7 @@ class Engine:
     def _report(self, report: UpdateReport) -> None:
         self.reports.append(report)
         self.last_report = report
+        self.correction_started = self.config.corrected
         self.sums = self.tally.unpack(report.counted)
         measured = bubble.log()
         if measured is not None and "idle" in self.sums:

@@ -309,7 +309,55 @@ def _sync_moe_metrics(original: Any) -> Any:
     return sync_metrics
 
 
+def _checkpointing(name: str) -> Callable[[Any], Any]:
+    """Let a function of our checkpointing stand in; it is called with the original first."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            from megatron_async import checkpointing
+
+            return getattr(checkpointing, name)(original, *args, **kwargs)
+
+        return replacement
+
+    return make
+
+
+def _whole_tracker_file(original: Any) -> Any:
+    from megatron_async.checkpointing import WholeTrackerFile
+
+    return WholeTrackerFile(original)
+
+
+class _Property(property):
+    """A property that can be marked as replaced."""
+
+
+def _optimizer_state_keys(original: Any) -> Any:
+    def optimizer_state_keys(self: Any) -> tuple[str, ...]:
+        from megatron_async import checkpointing
+
+        return checkpointing.optimizer_state_keys(original.fget, self)
+
+    return _Property(optimizer_state_keys, doc=original.__doc__)
+
+
+def _keep_random_state(original: Any) -> Any:
+    @functools.wraps(original)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        from megatron_async import engine, random_state
+
+        if engine.current() is None:
+            return original(*args, **kwargs)
+        with random_state.preserved():
+            return original(*args, **kwargs)
+
+    return evaluate
+
+
 _TRAINING = "megatron.training.training"
+_CHECKPOINTING = "megatron.training.checkpointing"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -408,6 +456,60 @@ HOOKS: tuple[Hook, ...] = (
         attribute="MoEMetricsTracker._sync_metrics",
         make=_sync_moe_metrics,
         why="an all-reduce over the stages in every iteration; the sums travel with the update",
+    ),
+    *(
+        Hook(
+            module=module,
+            attribute="save_checkpoint",
+            make=_checkpointing("save_checkpoint"),
+            why="the launched update is completed before anything is written",
+        )
+        for module in (_CHECKPOINTING, _TRAINING)
+    ),
+    *(
+        Hook(
+            module=module,
+            attribute="load_checkpoint",
+            make=_checkpointing("load_checkpoint"),
+            why="the schedule goes on where the checkpoint was saved",
+        )
+        for module in (_CHECKPOINTING, _TRAINING)
+    ),
+    Hook(
+        module=_CHECKPOINTING,
+        attribute="_load_base_checkpoint",
+        make=_checkpointing("load_base_checkpoint"),
+        why="what a checkpoint holds is known before the model and the optimizer are loaded",
+    ),
+    Hook(
+        module=_CHECKPOINTING,
+        attribute="generate_state_dict",
+        make=_checkpointing("generate_state_dict"),
+        why="the previous weight version and the counters are saved, too",
+    ),
+    Hook(
+        module=_CHECKPOINTING,
+        attribute="get_rng_state",
+        make=_checkpointing("get_rng_state"),
+        why="stages that have forwarded microbatches ahead save the random state from before them",
+    ),
+    Hook(
+        module=_CHECKPOINTING,
+        attribute="maybe_msc",
+        make=_whole_tracker_file,
+        why="a job killed while the tracker file is written can be resumed",
+    ),
+    Hook(
+        module="megatron.core.optimizer.distrib_optimizer",
+        attribute="DistributedOptimizer.optimizer_state_keys",
+        make=_optimizer_state_keys,
+        why="some checkpoint formats drop a parameter's state that is not listed here",
+    ),
+    Hook(
+        module=_TRAINING,
+        attribute="evaluate",
+        make=_keep_random_state,
+        why="training goes on from the random state that it had before an evaluation",
     ),
 )
 

@@ -1,0 +1,461 @@
+"""What an asynchronous run adds to Megatron's checkpoints, and how it is resumed from them.
+
+A checkpoint saved after batch k holds Megatron's usual state at the newest version, k + 1, and
+
+- the weights of version k, on which batch k + 1 runs,
+- the buffers of the delay correction, in the state of the torch optimizers,
+- each stage's random state from before its first forward of batch k + 1, in the place where
+  Megatron keeps the random state; microbatches in flight are dropped and forwarded again,
+- counters, as plain data.
+
+So it is an ordinary checkpoint of version k + 1 to a Megatron without this package, and a resumed
+run computes what the uninterrupted one does, to the last bit. The functions here stand in for those
+of megatron/training/checkpointing.py that have their names; the hooks call them with the original.
+"""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.utils import unwrap_model
+from megatron.training import checkpointing as megatron_checkpointing
+from megatron.training import get_args, print_rank_0
+
+from megatron_async import __version__, engine, random_state
+from megatron_async.deferred_update import UpdateReport
+from megatron_async.delay_correction import STATE_KEY, correction_of
+from megatron_async.engine import Engine
+from megatron_async.weight_versions import inner_optimizers
+
+__all__ = [
+    "FORMAT",
+    "PREVIOUS",
+    "STATE",
+    "WholeTrackerFile",
+    "generate_state_dict",
+    "get_rng_state",
+    "load_base_checkpoint",
+    "load_checkpoint",
+    "optimizer_state_keys",
+    "save_checkpoint",
+]
+
+STATE = "megatron_async"
+"""Entry of the state dict with the counters."""
+PREVIOUS = "megatron_async_previous"
+"""Entry of the state dict with the weights of the version before the newest; prefix of its keys in
+a torch_dist checkpoint."""
+FORMAT = 1
+"""Version of these entries."""
+
+_session: "_Saving | _Loading | None" = None
+"""The save or load that is under way."""
+
+
+# What stands in for Megatron's functions
+
+
+def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Complete the launched update, then save.
+
+    Raises:
+        RuntimeError: the update's gradient norm is not finite; nothing is written.
+    """
+    running = engine.current()
+    if running is None or not running.asynchronous_now:
+        return original(*args, **kwargs)
+    running.complete_update()
+    running.weights.select(running.weights.newest)
+    with _as_session(_Saving(running)):
+        return original(*args, **kwargs)
+
+
+def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Load, then make the engine go on where the checkpoint was saved.
+
+    Raises:
+        RuntimeError: the checkpoint cannot be read, or another version of this package wrote its
+            asynchronous state.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    running = engine.current()
+    optimizer = call["optimizer"]
+    if optimizer is None or (running is not None and optimizer is not running.optimizer):
+        return original(*args, **kwargs)
+    loading = _Loading(running, optimizer)
+    with _as_session(loading):
+        result = original(*args, **kwargs)
+    loading.finish(iteration=result[0])
+    return result
+
+
+def load_base_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Read the state dict, and see what it holds of ours before anything is made of it."""
+    if not isinstance(_session, _Loading):
+        return original(*args, **kwargs)
+    directory = inspect.signature(original).bind(*args, **kwargs).arguments["load_dir"]
+    with _session.clear_errors(directory):
+        state_dict, name, release, kind = original(*args, **kwargs)
+    if state_dict is not None:
+        _session.found(state_dict, directory=directory, release=release)
+    return state_dict, name, release, kind
+
+
+def generate_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Add our entries to what is saved, or to what a torch_dist checkpoint is asked for."""
+    state_dict = original(*args, **kwargs)
+    if _session is not None:
+        call = inspect.signature(original).bind(*args, **kwargs).arguments
+        metadata = (call.get("model_sd_kwargs") or {}).get("metadata")
+        _session.extend(
+            state_dict, sharded=call["args"].ckpt_format == "torch_dist", metadata=metadata
+        )
+    return state_dict
+
+
+def get_rng_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """While saving, the random state that the next batch has to start from."""
+    if not isinstance(_session, _Saving):
+        return original(*args, **kwargs)
+    with random_state.rewound(_session.running.next_batch_random_state):
+        return original(*args, **kwargs)
+
+
+def optimizer_state_keys(
+    original: Callable[[Any], tuple[str, ...]], optimizer: Any
+) -> tuple[str, ...]:
+    """What Megatron's DistributedOptimizer saves and loads of each parameter's state.
+
+    In the formats that list their keys it drops all others without a word.
+    """
+    keys = tuple(original(optimizer))
+    correction = correction_of(optimizer.optimizer)
+    return (*keys, STATE_KEY) if correction is not None and correction.buffered else keys
+
+
+class WholeTrackerFile:
+    """Megatron's file functions, but the file that names the latest checkpoint changes at once.
+
+    Megatron empties it before it writes it. A job that is killed in between could not be resumed
+    without mending the file by hand.
+
+    Args:
+        original: ``maybe_msc`` of megatron/core/msc_utils.py.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        """Open a file; the tracker file for writing through a temporary one beside it."""
+        if (
+            mode == "w"
+            and engine.current() is not None
+            and not MultiStorageClientFeature.is_enabled()
+            and Path(path)
+            == Path(megatron_checkpointing.get_checkpoint_tracker_filename(Path(path).parent))
+        ):
+            return _replaced(Path(path))
+        return self._original.open(path, mode, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[Any]:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _as_session(session: "_Saving | _Loading") -> Iterator[None]:
+    global _session
+    _session = session
+    try:
+        yield
+    finally:
+        _session = None
+
+
+# Saving
+
+
+class _Saving:
+    """A save of an asynchronous run, its newest version complete."""
+
+    def __init__(self, running: Engine) -> None:
+        self.running = running
+
+    def extend(self, state_dict: dict[str, Any], *, sharded: bool, metadata: Any) -> None:
+        state_dict[STATE] = _counters(self.running)
+        state_dict[PREVIOUS] = _previous_weights(self.running, sharded=sharded, metadata=metadata)
+
+
+def _counters(running: Engine) -> dict[str, Any]:
+    """Plain data, the same on all ranks: Megatron saves the first one's."""
+    report = running.last_report
+    # With a norm for each stage the ranks have different ones.
+    same_norm = report is not None and running.config.grad_norm_scope == "global"
+    return {
+        "format": FORMAT,
+        "package": __version__,
+        "schedule": running.config.schedule,
+        "batch": running.pipeline.batch,
+        "newest_version": running.weights.newest,
+        "correction": running.config.correction if running.correction_started else None,
+        "correction_strength": running.config.correction_strength,
+        "report": asdict(report) if report is not None and same_norm else None,
+    }
+
+
+def _named_parameters(running: Engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    names = {
+        id(parameter): name
+        for name, parameter in unwrap_model(running.model_chunk).named_parameters()
+    }
+    for parameter in running.weights.parameters:
+        yield names[id(parameter)], parameter
+
+
+def _previous_weights(running: Engine, *, sharded: bool, metadata: Any) -> dict[str, Any]:
+    """Return the weights of the version before the newest, by parameter name.
+
+    Tensors; in a torch_dist checkpoint Megatron's description of each with its tensor, under a key
+    of our own. Both to save from and to load into.
+    """
+    weights = running.weights
+    weights.select(weights.newest - 1)
+    try:
+        # Megatron's descriptions hold the parameter itself, which is to point to the newest version
+        # when the file is written; a detached tensor stays with the version.
+        tensors = {name: parameter.detach() for name, parameter in _named_parameters(running)}
+        if not sharded:
+            return tensors
+        if metadata is None:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            metadata = {"dp_cp_group": group}
+        described = unwrap_model(running.model_chunk).sharded_state_dict(metadata=metadata)
+        entries = {
+            id(entry.data): entry
+            for entry in nested_values(described)
+            if isinstance(entry, ShardedBase)
+        }
+        result = {}
+        for name, parameter in _named_parameters(running):
+            if id(parameter) not in entries:
+                raise RuntimeError(
+                    f"megatron_async: {name} is missing in the model's sharded_state_dict, or is "
+                    "not there as it is; use --ckpt-format torch"
+                )
+            entry = entries[id(parameter)]
+            result[name] = replace(entry, key=f"{PREVIOUS}.{entry.key}", data=tensors[name])
+        return result
+    finally:
+        weights.select(weights.newest)
+
+
+# Loading
+
+
+class _Loading:
+    """A load, by a run with an engine or by one with Megatron's schedule.
+
+    Args:
+        running: None with Megatron's schedule.
+        optimizer: Megatron's.
+    """
+
+    def __init__(self, running: Engine | None, optimizer: Any) -> None:
+        self._running = running
+        self._optimizer = optimizer
+        self._counters: dict[str, Any] | None = None
+        self._previous: dict[str, torch.Tensor] = {}
+        self._checkpoint_found = False
+        self._resumes = False
+        self._afresh = ""
+        self._correction_loaded = False
+
+    def found(self, state_dict: dict[str, Any], *, directory: str, release: bool) -> None:
+        """Called with the plain data of a torch_dist checkpoint before its tensors are asked for,
+        and with everything once it is loaded (of a torch checkpoint with everything alone)."""
+        if not self._checkpoint_found:
+            self._checkpoint_found = True
+            self._counters = state_dict.get(STATE)
+            if self._running is not None:
+                self._decide(self._running, state_dict, directory=directory, release=release)
+        self._previous = state_dict.get(PREVIOUS) or {}
+
+    def _decide(
+        self, running: Engine, state_dict: dict[str, Any], *, directory: str, release: bool
+    ) -> None:
+        args = get_args()
+        counters = self._counters
+        if args.finetune or release:
+            self._afresh = "its weights alone are taken"
+        elif counters is None:
+            self._afresh = "it holds no asynchronous state"
+        elif _iteration(args, state_dict) < running.config.start_iteration:
+            self._afresh = "--async-start-iteration lies ahead"
+        else:
+            _check_format(counters, directory)
+            if counters["schedule"] != running.config.schedule:
+                self._afresh = f"it was saved by --pipeline-schedule {counters['schedule']}"
+        if self._afresh or counters is None:
+            return
+        self._resumes = True
+        # The model computes on what Megatron's code fills now: the newest version.
+        running.weights.restart(newest=counters["newest_version"])
+        saved_args = state_dict.get("args")
+        optimizer_saved = not getattr(saved_args, "no_save_optim", False)
+        self._correction_loaded = (
+            counters["correction"] is not None
+            and counters["correction"] == running.config.correction
+            and optimizer_saved
+            and not args.no_load_optim
+        )
+        if self._correction_loaded:
+            # A torch_dist checkpoint is asked for what the optimizer's state holds already.
+            for leaf in inner_optimizers(self._optimizer):
+                correction = correction_of(leaf.optimizer)
+                if correction is not None:
+                    if leaf.init_state_fn is not None:
+                        leaf.init_state_fn(leaf.optimizer, leaf.config)
+                    correction.make_buffers()
+
+    def extend(self, state_dict: dict[str, Any], *, sharded: bool, metadata: Any) -> None:
+        if self._running is not None and self._resumes:
+            state_dict[PREVIOUS] = _previous_weights(
+                self._running, sharded=sharded, metadata=metadata
+            )
+
+    def finish(self, *, iteration: int) -> None:
+        """Called when Megatron has loaded everything."""
+        if not self._checkpoint_found:
+            return
+        if not self._correction_loaded:
+            for leaf in inner_optimizers(self._optimizer):
+                for state in leaf.optimizer.state.values():
+                    state.pop(STATE_KEY, None)
+        if self._running is None:
+            if self._counters is not None:
+                print_rank_0(f"megatron_async: {_leaving(self._counters)}")
+            return
+        if not self._resumes or self._counters is None:
+            print_rank_0(
+                f"megatron_async: {self._running.config.schedule} starts afresh from the "
+                f"checkpoint, its weights are version 0: {self._afresh}"
+            )
+            return
+        self._set_previous(self._running)
+        report = self._counters["report"]
+        self._running.resume(
+            batch=self._counters["batch"],
+            report=None if report is None else UpdateReport(**report),
+            correction_strength=(
+                self._counters["correction_strength"] if self._correction_loaded else None
+            ),
+        )
+        print_rank_0(f"megatron_async: {self._resuming(self._running, self._counters, iteration)}")
+
+    def _set_previous(self, running: Engine) -> None:
+        values = []
+        for name, _ in _named_parameters(running):
+            if name not in self._previous:
+                raise RuntimeError(
+                    f"megatron_async: the checkpoint lacks the previous version of {name}; it was "
+                    "saved from another model, or for another layout in --ckpt-format torch"
+                )
+            values.append(self._previous[name])
+        running.weights.set_previous(values)
+
+    def _resuming(self, running: Engine, counters: dict[str, Any], iteration: int) -> str:
+        newest = counters["newest_version"]
+        text = (
+            f"{running.config.schedule} resumes at iteration {iteration + 1}, with weight versions "
+            f"{newest - 1} and {newest}"
+        )
+        was, now = counters["correction"], running.config.correction
+        if self._correction_loaded:
+            text += f", delay correction {now}"
+            before, after = counters["correction_strength"], running.config.correction_strength
+            if before != after:
+                text += f", strength {after} instead of {before} from the next update on"
+        elif running.config.corrected:
+            text += (
+                f"; the delay correction {now} starts with the next update, which is not corrected"
+            )
+        elif was is not None:
+            text += (
+                f"; the delay correction {was} is off from now on, and what it added last stays in "
+                "the weights"
+            )
+        return text
+
+    @contextlib.contextmanager
+    def clear_errors(self, directory: str) -> Iterator[None]:
+        """Name the checkpoint and the remedy where reading it fails.
+
+        Megatron ends with exit code 0 if it cannot read a torch checkpoint.
+        """
+        remedy = (
+            "It is truncated, or was not written by Megatron for this model. Resume from an older "
+            "one with --ckpt-step ITERATION."
+        )
+        try:
+            yield
+        except SystemExit:
+            # --exit-on-missing-checkpoint ends like this, too.
+            if self._running is None or not megatron_checkpointing.checkpoint_exists(directory):
+                raise
+            raise RuntimeError(
+                f"megatron_async: the checkpoint in {directory} cannot be read. {remedy}"
+            ) from None
+        except Exception as error:
+            if self._running is None:
+                raise
+            raise RuntimeError(
+                f"megatron_async: the checkpoint in {directory} cannot be read: {error} {remedy}"
+            ) from error
+
+
+def _iteration(args: Any, state_dict: dict[str, Any]) -> int:
+    """Number of iterations that are done when training goes on."""
+    override = getattr(args, "override_ckpt_iteration", None)
+    return int(state_dict.get("iteration", 0) if override is None else override)
+
+
+def _check_format(counters: dict[str, Any], directory: str) -> None:
+    found = counters.get("format")
+    if found != FORMAT:
+        package = counters.get("package")
+        raise RuntimeError(
+            f"megatron_async: the asynchronous state of the checkpoint in {directory} has format "
+            f"{found} (written by megatron_async {package}); megatron_async {__version__} reads "
+            f"format {FORMAT}. Resume it with the version that wrote it, or take its newest "
+            "weights alone with --finetune."
+        )
+
+
+def _leaving(counters: dict[str, Any]) -> str:
+    text = (
+        f"the checkpoint was saved by {counters.get('schedule')}; Megatron's schedule goes on from "
+        f"its newest weights, version {counters.get('newest_version')}, and the version before is "
+        "dropped"
+    )
+    if counters.get("correction") is not None:
+        text += "; what the delay correction added last stays in the weights"
+    return text
