@@ -1,0 +1,1 @@
+"""What the benchmarks share: starting jobs, taking times inside of them, and reporting."""

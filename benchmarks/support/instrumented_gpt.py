@@ -1,0 +1,251 @@
+"""The training script of the benchmarks: the package's GPT script, timed and paced from inside.
+
+Started by the package's own launcher, as any training script is. It replaces Megatron functions
+after the launcher's hooks are in place and before training starts. The settings come as JSON in the
+environment variable BENCHMARK_SETTINGS; each rank writes what it measured to OUTPUT/rank<N>.json.
+"""
+
+import dataclasses
+import functools
+import gc
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a benchmark asks for."""
+
+    output: str
+    forward_seconds: float | None = None
+    """Sleep so that each microbatch's forward through the whole stage takes this long."""
+    backward_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    chunks: int = 1
+    """Model chunks per stage; each takes its share of the times."""
+    update: bool = True
+    """False: batches are never applied (asynchronous schedules only), nothing crosses stages but
+    activations and their gradients."""
+    complete_after_receive: bool = False
+    """Misplace the completion of the update, to see that it is noticed."""
+    reduce_delay_seconds: float = 0.0
+    """Each data-parallel collective arrives this much later."""
+    synchronize: bool = False
+    """Wait for the device at the end of each iteration."""
+    count_memory: bool = False
+    """Count the tensors that are alive after the last iteration."""
+
+
+@dataclasses.dataclass
+class Record:
+    """What one rank measured; seconds of the machine-wide monotonic clock."""
+
+    ends: list[float] = dataclasses.field(default_factory=list)
+    """When each iteration's train_step ended."""
+    forward: list[float] = dataclasses.field(default_factory=list)
+    """How long each forward took, without the added sleep."""
+    backward: list[float] = dataclasses.field(default_factory=list)
+    optimizer: list[float] = dataclasses.field(default_factory=list)
+    collectives: int = 0
+    """Data-parallel collectives that were delayed."""
+    tensor_bytes: int = 0
+    """Of all tensors alive at the end, each storage counted once."""
+    peak_bytes: int = 0
+    """The device allocator's peak, or the process's peak resident size on a CPU rank."""
+
+
+def main() -> None:
+    settings = Settings(**json.loads(os.environ["BENCHMARK_SETTINGS"]))
+    record = Record()
+    _pace(settings, record)
+    _delay_collectives(settings, record)
+    _mark_iterations(settings, record)
+    if not settings.update:
+        _leave_out_updates()
+    if settings.complete_after_receive:
+        _misplace_completion()
+
+    from megatron_async.scripts.pretrain_gpt import main as train
+
+    try:
+        train()
+    finally:
+        rank = int(os.environ.get("RANK", "0"))
+        path = Path(settings.output) / f"rank{rank}.json"
+        path.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
+
+
+def _paced(original: Callable[..., Any], seconds: float | None, times: list[float]) -> Any:
+    """The function, timed, and made to take at least some seconds."""
+
+    @functools.wraps(original)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.monotonic()
+        result = original(*args, **kwargs)
+        took = time.monotonic() - start
+        times.append(took)
+        if seconds is not None and took < seconds:
+            time.sleep(seconds - took)
+        return result
+
+    return timed
+
+
+def _pace(settings: Settings, record: Record) -> None:
+    from megatron.core.optimizer import layer_wise_optimizer, optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.pipeline_parallel import schedules
+
+    def share(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds / settings.chunks
+
+    forward, backward = share(settings.forward_seconds), share(settings.backward_seconds)
+    schedules.forward_step = _paced(schedules.forward_step, forward, record.forward)
+    schedules.backward_step = _paced(schedules.backward_step, backward, record.backward)
+
+    outermost = _Outermost(settings.optimizer_seconds, record.optimizer)
+    for kind in (
+        optimizer.FP32Optimizer,
+        optimizer.MixedPrecisionOptimizer,
+        optimizer.ChainedOptimizer,
+        DistributedOptimizer,
+        layer_wise_optimizer.LayerWiseDistributedOptimizer,
+    ):
+        if "step_with_ready_grads" in vars(kind):
+            kind.step_with_ready_grads = outermost.wrap(kind.step_with_ready_grads)
+
+
+class _Outermost:
+    """Times and paces a call of any of several functions that call each other, once."""
+
+    def __init__(self, seconds: float | None, times: list[float]) -> None:
+        self._seconds = seconds
+        self._times = times
+        self._inside = False
+
+    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return original(*args, **kwargs)
+            self._inside = True
+            try:
+                return _paced(original, self._seconds, self._times)(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return step
+
+
+class _LateHandle:
+    """The handle of a collective that arrives later than it does."""
+
+    def __init__(self, handle: Any, seconds: float) -> None:
+        self._handle = handle
+        self._arrives = time.monotonic() + seconds
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._handle.wait(*args, **kwargs)
+        time.sleep(max(self._arrives - time.monotonic(), 0.0))
+        return result
+
+
+def _delay_collectives(settings: Settings, record: Record) -> None:
+    """Delay the reductions of gradients and the gathers of parameters over data-parallel ranks."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    def late(name: str, attribute: str) -> None:
+        original = getattr(_ParamAndGradBucketGroup, name)
+
+        @functools.wraps(original)
+        def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = getattr(self, attribute)
+            result = original(self, *args, **kwargs)
+            handle = getattr(self, attribute)
+            if handle is not None and handle is before:
+                return result  # It was under way already.
+            record.collectives += 1
+            if handle is None:
+                time.sleep(settings.reduce_delay_seconds)
+            else:
+                setattr(self, attribute, _LateHandle(handle, settings.reduce_delay_seconds))
+            return result
+
+        setattr(_ParamAndGradBucketGroup, name, start)
+
+    late("start_grad_sync", "grad_reduce_handle")
+    late("start_param_sync", "param_gather_handle")
+
+
+def _mark_iterations(settings: Settings, record: Record) -> None:
+    from megatron.training import get_args, training
+
+    original = training.train_step
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if settings.synchronize:
+            torch.cuda.synchronize()
+        record.ends.append(time.monotonic())
+        # Not before: walking through all objects takes its time.
+        if settings.count_memory and len(record.ends) == get_args().train_iters:
+            record.tensor_bytes = _tensor_bytes()
+            record.peak_bytes = (
+                torch.cuda.max_memory_allocated()
+                if settings.synchronize
+                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            )
+        return result
+
+    training.train_step = train_step
+
+
+def _tensor_bytes() -> int:
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # Not isinstance: asking some of Megatron's lazy objects for their class has side effects.
+        if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _leave_out_updates() -> None:
+    from megatron_async import engine
+
+    class NoUpdate:
+        """In place of a deferred update: a version that equals the last one."""
+
+        def __init__(self, *, weights: Any, **_: Any) -> None:
+            self.weights = weights
+            self.pending = False
+
+        def launch(self, **_: Any) -> None:
+            self.pending = True
+
+        def complete(self, **_: Any) -> None:
+            self.pending = False
+            with self.weights.next_version():
+                pass
+
+    engine.DeferredUpdate = NoUpdate
+
+
+def _misplace_completion() -> None:
+    from megatron_async.schedules import pipedream_2bw
+
+    pipedream_2bw.pipedream_2bw_call = functools.partial(
+        pipedream_2bw.pipedream_2bw_call, complete_after_receive=True
+    )
+
+
+if __name__ == "__main__":
+    main()

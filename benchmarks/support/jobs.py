@@ -1,0 +1,189 @@
+"""Start a training job on the ranks of this machine and read what it measured."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["SKIPPED", "JobError", "Measurement", "gpt_flags", "run_job", "train_iters"]
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_SCRIPT = Path(__file__).with_name("instrumented_gpt.py")
+
+SKIPPED = 3
+"""Iterations before the measured ones: the pipeline fills, allocators and caches warm up."""
+
+
+class JobError(Exception):
+    """A job failed or was stopped at its time limit; the message ends with the ranks' output."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What all ranks of a job measured: `instrumented_gpt.Record` of each, as dictionaries."""
+
+    ranks: Sequence[dict[str, Any]]
+    iterations: int
+
+    @property
+    def iteration_seconds(self) -> list[float]:
+        """Each measured iteration's time on the first stage, the fill and the drain left out."""
+        ends = self.ranks[0]["ends"]
+        window = ends[SKIPPED - 1 : SKIPPED + self.iterations]
+        return [after - before for before, after in pairwise(window)]
+
+    @property
+    def seconds(self) -> float:
+        """Mean time of a measured iteration."""
+        times = self.iteration_seconds
+        return sum(times) / len(times)
+
+
+def train_iters(iterations: int) -> int:
+    """How many iterations a job runs to have some measured ones: one more drains the pipeline."""
+    return SKIPPED + iterations + 1
+
+
+def gpt_flags(
+    *,
+    layers: int,
+    hidden_size: int,
+    heads: int,
+    seq_length: int,
+    vocab_size: int,
+    stages: int,
+    microbatches: int,
+    iterations: int,
+    micro_batch_size: int = 1,
+    data_parallel: int = 1,
+    optimizer: str = "adam",
+    tied: bool = True,
+    log_interval: int = 1000000,
+) -> list[str]:
+    """Return Megatron's flags of a GPT on made-up data."""
+    flags = {
+        "num-layers": layers,
+        "hidden-size": hidden_size,
+        "num-attention-heads": heads,
+        "seq-length": seq_length,
+        "max-position-embeddings": seq_length,
+        "vocab-size": vocab_size,
+        "tokenizer-type": "NullTokenizer",
+        "micro-batch-size": micro_batch_size,
+        "global-batch-size": micro_batch_size * microbatches * data_parallel,
+        "train-iters": train_iters(iterations),
+        "lr": 1e-4,
+        "min-lr": 1e-4,
+        "lr-decay-style": "constant",
+        "optimizer": optimizer,
+        "log-interval": log_interval,
+        "eval-iters": 0,
+        "eval-interval": 1000000,
+        "num-workers": 0,
+        "seed": 1234,
+        "pipeline-model-parallel-size": stages,
+    }
+    argv = ["--mock-data"]
+    if not tied:
+        argv.append("--untie-embeddings-and-output-weights")
+    for name, value in flags.items():
+        argv += [f"--{name}", str(value)]
+    return argv
+
+
+def run_job(
+    *,
+    ranks: int,
+    flags: Sequence[str],
+    iterations: int,
+    timeout: float,
+    settings: dict[str, Any] | None = None,
+    on_cpu: bool = True,
+) -> Measurement:
+    """Train through the package's launcher and return what was measured.
+
+    Args:
+        ranks: Processes, all on this machine.
+        flags: The training script's, see `gpt_flags`.
+        iterations: How many are measured.
+        timeout: Seconds until the job is stopped.
+        settings: Of `instrumented_gpt.Settings`, without `output`.
+        on_cpu: CPU ranks; else one GPU a rank.
+
+    Raises:
+        JobError: see there.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-async-benchmark-") as folder:
+        output, logs = Path(folder) / "output", Path(folder) / "logs"
+        output.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--standalone", "--local-addr", "localhost", f"--nproc-per-node={ranks}"]
+        command += ["--log-dir", str(logs), "--redirects", "3", "-m", "megatron_async"]
+        command += ["--cpu"] if on_cpu else []
+        command += [str(_SCRIPT), *flags]
+        environment = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            **os.environ,
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")])
+            ),
+            "BENCHMARK_SETTINGS": json.dumps({**(settings or {}), "output": str(output)}),
+        }
+        if on_cpu:
+            environment["OMP_NUM_THREADS"] = "1"
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                printed, _ = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                _stop(process)
+                what = f"stopped after {timeout:.0f} s"
+                raise JobError(_describe(what, command, logs, "")) from None
+            except BaseException:
+                _stop(process)
+                raise
+        if process.returncode:
+            raise JobError(_describe(f"exit code {process.returncode}", command, logs, printed))
+        found = [
+            json.loads((output / f"rank{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(ranks)
+        ]
+    return Measurement(ranks=found, iterations=iterations)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End torchrun and its ranks, which have sessions of their own."""
+    if process.poll() is not None:
+        return
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in children:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.communicate()
+
+
+def _describe(what: str, command: Sequence[str], logs: Path, printed: str) -> str:
+    parts = [f"the job failed ({what}): {' '.join(command)}"]
+    for file in sorted(logs.glob("*/attempt_*/*/std*.log")):
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        parts += [f"---- rank {file.parent.name} {file.stem} ----", *lines[-15:]]
+    parts += ["---- torchrun ----", *printed.splitlines()[-15:]]
+    return "\n".join(parts)
