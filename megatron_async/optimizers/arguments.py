@@ -43,8 +43,8 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         type=float,
         default=None,
         help="Root mean square of the elements of NorMuon's update, ahead of the learning rate: "
-        "0.2 in the paper. By default the update has the norm of Muon's, which --muon-scale-mode and "
-        "--muon-extra-scale-factor set; NorMuon reads these and Muon's other flags.",
+        "0.2 in the paper. By default the update has the norm of Muon's, which --muon-scale-mode "
+        "and --muon-extra-scale-factor set; NorMuon reads these and Muon's other flags.",
     )
     _add_if_missing(
         parser,

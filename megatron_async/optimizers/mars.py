@@ -166,7 +166,7 @@ class MarsAdamW(torch.optim.Optimizer):
                 corrected = self._corrected(p, group)
                 squares = split_squares.get(p)
                 if squares is None:
-                    squares = corrected.square().sum(dtype=torch.float32)
+                    squares = _sum_of_squares(corrected)
                 corrected.div_(squares.sqrt().clamp_(min=1.0))
                 direction = mars_adamw_update(
                     corrected,
@@ -197,8 +197,7 @@ class MarsAdamW(torch.optim.Optimizer):
                     continue
                 ranks = self._tensor_parallel_group(p)
                 if ranks is not None and ranks.size() > 1:
-                    corrected = self._corrected(p, group)
-                    squares = corrected.square_().sum(dtype=torch.float32)
+                    squares = _sum_of_squares(self._corrected(p, group))
                     members.setdefault(ranks, {})[p] = squares
         whole: dict[torch.Tensor, torch.Tensor] = {}
         for ranks, shards in members.items():
@@ -211,3 +210,8 @@ class MarsAdamW(torch.optim.Optimizer):
         name = "expt_tp" if getattr(p, "expert_tp", False) else "tp"
         group: dist.ProcessGroup | None = getattr(self._process_groups, name, None)
         return group
+
+
+def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a scalar of at least fp32."""
+    return tensor.square().sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
