@@ -21,7 +21,8 @@ from megatron_async.planning.memory import Layout, ModelShape, Storage, stage_me
 
 _ASYNCHRONOUS = ("--pipeline-schedule", "pipedream-2bw")
 _MODES: dict[str, tuple[str, ...]] = {
-    "synchronous": (),
+    # By default Megatron keeps an iteration's data, to be able to run it again.
+    "synchronous": ("--rerun-mode", "disabled"),
     "2bw-undeferred": (*_ASYNCHRONOUS, "--no-deferred-update"),
     "2bw": _ASYNCHRONOUS,
     "2bw-corrected": (*_ASYNCHRONOUS, "--delay-correction", "error-feedback"),
