@@ -82,6 +82,8 @@ class DeferredUpdate:
         norm_scope: "global" clips by the norm over all stages, "stage" by the stage's own.
         calculate_per_token_loss: divide the gradients by the number of tokens of the batch.
         count_zeros: report the number of zeros in the gradients.
+        copy_gradients: copy them out of the accumulation buffers, which hold another batch's by the
+            time of the completion; False if those keep still until then.
         timeout_minutes: of the process groups made here.
     """
 
@@ -97,6 +99,7 @@ class DeferredUpdate:
         norm_scope: str = "global",
         calculate_per_token_loss: bool = False,
         count_zeros: bool = False,
+        copy_gradients: bool = True,
         timeout_minutes: float | None = None,
     ) -> None:
         self._optimizer = optimizer
@@ -109,7 +112,9 @@ class DeferredUpdate:
         self._num_stagewise = num_stagewise
         self._pending: _Pending | None = None
         self._accumulators = {
-            buffer.grad_data.untyped_storage().data_ptr() for buffer in ddp_buffers(model_chunk)
+            buffer.grad_data.untyped_storage().data_ptr()
+            for buffer in ddp_buffers(model_chunk)
+            if copy_gradients
         }
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         self._tied_embedding: Any = tied_embedding

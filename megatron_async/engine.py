@@ -22,6 +22,7 @@ from megatron_async import bubble, random_state
 from megatron_async.arguments import AsyncConfig
 from megatron_async.deferred_update import DeferredUpdate, UpdateReport
 from megatron_async.delay_correction import ErrorFeedback
+from megatron_async.gradient_buffers import GradientBuffers
 from megatron_async.moe_metrics import MoEMetrics
 from megatron_async.schedules import make_pipeline
 from megatron_async.schedules.actions import Kind
@@ -89,6 +90,13 @@ class Engine:
             if self.config.corrected
         ]
         self.moe = MoEMetrics(args) if args.num_experts is not None else None
+        self.gradients = (
+            GradientBuffers(self.model_chunk) if self.config.second_grad_buffer else None
+        )
+        self._gathers_ahead = bool(args.overlap_param_gather)
+        if self._gathers_ahead:
+            # The hooks gather for whichever version a module runs on, recomputation included.
+            self.model_chunk.disable_forward_pre_hook(param_sync=False)
         self.tally = _tally(args, self.config)
         self.sums: dict[str, float] = {}
         """The tally of the last completed update, over all ranks."""
@@ -104,17 +112,24 @@ class Engine:
                 norm_scope=self.config.grad_norm_scope,
                 calculate_per_token_loss=model_config.calculate_per_token_loss,
                 count_zeros=optimizer.config.log_num_zeros_in_grad,
+                copy_gradients=self.gradients is None,
                 timeout_minutes=args.distributed_timeout_minutes,
             )
         self.pipeline = make_pipeline(
             self.config.schedule,
             weights=self.weights,
             complete_update=self.complete_update,
+            launch_update=self._launch_update,
             deferred=self.config.deferred_update,
+            gather_ahead=self._gathers_ahead,
+            reduce_late=self.gradients is not None,
             before_next_batch=self._keep_random_state,
-            select_batch=self.moe.select if self.moe is not None else None,
+            select_batch=self._select_batch,
         )
-        self._num_microbatches = 0
+        self._ran: dict[int, tuple[int, int]] = {}
+        """Of the last batches: the iteration (1 is the first) that ran them, and m."""
+        self._unlaunched: int | None = None
+        """The batch whose gradients are there and whose update was not launched yet."""
 
     # Training iterations
 
@@ -126,8 +141,9 @@ class Engine:
             kwargs: what Megatron passes to it.
         """
         if kwargs.get("forward_only"):
-            self.complete_update()
-            self._collect_moe_metrics(batch=None)
+            self.settle()
+            if self.moe is not None:
+                self.moe.select(None)
             with _selected(self.weights, self.weights.newest):
                 return synchronous(**kwargs)
         iteration = self.args.curr_iteration
@@ -136,7 +152,11 @@ class Engine:
             return synchronous(**kwargs)
         if not self.asynchronous_now:
             self._start()
-        self._num_microbatches = kwargs["num_microbatches"]
+        batch = self.pipeline.batch
+        self._ran = {
+            batch - 1: self._ran.get(batch - 1, (iteration, 1)),
+            batch: (iteration + 1, kwargs["num_microbatches"]),
+        }
         self.next_batch_random_state = None
         losses = self.pipeline(
             forward_step_func=kwargs["forward_step_func"],
@@ -150,13 +170,19 @@ class Engine:
             decoder_seq_length=kwargs.get("decoder_seq_length"),
             force_all_reduce=kwargs.get("force_all_reduce", False),
         )
-        # What Megatron reports at the end of the iteration is this batch's.
-        self._collect_moe_metrics(batch=self.pipeline.batch - 1)
+        self._unlaunched = batch
+        # What Megatron reads at the end of the iteration is this batch's.
+        self._select_batch(batch)
+        if self.gradients is not None:
+            self.gradients.start_first_reduction()
         return losses
 
-    def _collect_moe_metrics(self, *, batch: int | None) -> None:
+    def _select_batch(self, batch: int) -> None:
+        """Let what is summed up per batch go to ``batch``."""
         if self.moe is not None:
             self.moe.select(batch)
+        if self.gradients is not None:
+            self.gradients.select(batch)
 
     def _start(self) -> None:
         """Begin the asynchronous segment: the weights of this moment are version 0."""
@@ -206,6 +232,8 @@ class Engine:
         """
         if not self.asynchronous_now:
             result: tuple[bool, float | None, int | None] = self._synchronous_step()
+            if self._gathers_ahead:
+                self.model_chunk.start_param_sync(force_sync=True)
             return result
         for action in self.pipeline.closing:
             match action.kind:
@@ -216,8 +244,10 @@ class Engine:
                 case Kind.COMPLETE_UPDATE:
                     self.complete_update()
         self.pipeline.closing = []
-        # Whoever looks at the model between two iterations sees the newest complete version.
-        self.weights.select(self.weights.newest)
+        self._select_gradients_to_zero()
+        if self.weights.before_use is None:
+            # Whoever looks at the model between two iterations sees the newest complete version.
+            self.weights.select(self.weights.newest)
         report = self.last_report
         if report is None:
             return True, None, None
@@ -227,6 +257,7 @@ class Engine:
         self._measure_corrections()
         with self.weights.next_version():
             succeeded, norm, zeros = self._synchronous_step()
+        self._gather_ahead()
         self._report(
             UpdateReport(
                 batch=batch,
@@ -239,14 +270,23 @@ class Engine:
 
     def _launch_update(self, batch: int) -> None:
         assert self.deferred is not None
+        if self._unlaunched != batch:
+            return  # Launched early, for an evaluation or a checkpoint.
+        self._unlaunched = None
+        iteration, num_microbatches = self._ran[batch]
+        self._select_batch(batch)
+        if self.gradients is not None and self.pipeline.filled:
+            self.pipeline.finalize(self.model_chunk)
+            self.gradients.allow_next_reduction()
         self.deferred.launch(
             batch=batch,
-            iteration=self.args.curr_iteration + 1,
+            iteration=iteration,
             num_tokens=self.pipeline.total_num_tokens,
             counted=self.tally.pack(self._own_numbers()),
-            stagewise=(None if self.moe is None else self.moe.take(batch, self._num_microbatches)),
+            stagewise=None if self.moe is None else self.moe.take(batch, num_microbatches),
         )
-        self._collect_moe_metrics(batch=None)
+        if self.moe is not None:
+            self.moe.select(None)
 
     def _own_numbers(self) -> dict[str, float | torch.Tensor]:
         """Return what this rank adds to the tally."""
@@ -267,6 +307,32 @@ class Engine:
                 numbers["update"] = numbers.get("update", 0.0) + size
         return numbers
 
+    def settle(self) -> None:
+        """Complete the update of the last batch that ran, wherever it stands: nothing is pending
+        afterwards, and the newest version is that of the last iteration."""
+        if self.deferred is not None and self._unlaunched is not None:
+            self._launch_update(self._unlaunched)
+        self.complete_update()
+        self._select_gradients_to_zero()
+
+    def _select_gradients_to_zero(self) -> None:
+        """Megatron zeroes gradients first thing in an iteration: those of the batch to come."""
+        if self.gradients is not None:
+            self.gradients.select(self.pipeline.batch)
+
+    def _gather_ahead(self) -> None:
+        """Start to gather the parameters of the version that was just made."""
+        if self._gathers_ahead:
+            self.model_chunk.start_param_sync()
+            self.weights.before_use = self._finish_gather
+
+    def _finish_gather(self) -> None:
+        chunk = self.model_chunk
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
+
     def complete_update(self) -> None:
         """Complete the launched update, if there is one."""
         if self.deferred is None or not self.deferred.pending:
@@ -275,6 +341,7 @@ class Engine:
         report = self.deferred.complete(
             check_finite=self.args.check_for_nan_in_loss_and_grad,
         )
+        self._gather_ahead()
         if report is not None:
             self._report(report)
 

@@ -283,6 +283,16 @@ def _finalize_async_save(original: Any) -> Any:
     return maybe_finalize_async_save
 
 
+def _forward_pre_hook(original: Any) -> Any:
+    @functools.wraps(original)
+    def should_disable_forward_pre_hook(args: Any) -> Any:
+        from megatron_async import engine
+
+        return False if engine.current() is not None else original(args)
+
+    return should_disable_forward_pre_hook
+
+
 def _report_moe_metrics(original: Any) -> Any:
     @functools.wraps(original)
     def report(self: Any, loss_scale: float, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +302,7 @@ def _report_moe_metrics(original: Any) -> Any:
         if running is None or running.moe is None or not engine.deferring():
             return original(self, loss_scale, *args, **kwargs)
         if running.moe.totals is None:
-            return ""
+            running.moe.sum_over_stages()
         running.moe.fill(self, round(1.0 / loss_scale))
         return original(self, loss_scale, *args, **kwargs)
 
@@ -446,10 +456,17 @@ HOOKS: tuple[Hook, ...] = (
         why="a collective over all ranks while an asynchronous save is under way",
     ),
     Hook(
+        module=_TRAINING,
+        attribute="should_disable_forward_pre_hook",
+        make=_forward_pre_hook,
+        why="--overlap-param-gather works without Megatron's forward hooks, which do not know of "
+        "weight versions",
+    ),
+    Hook(
         module="megatron.core.transformer.moe.moe_logging",
         attribute="MoEMetricsTracker.report",
         make=_report_moe_metrics,
-        why="the metrics of the last completed batch, once there is one",
+        why="the metrics of the last completed batch, as soon as there is one",
     ),
     Hook(
         module="megatron.core.transformer.moe.moe_logging",

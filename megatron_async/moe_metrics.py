@@ -41,6 +41,7 @@ class MoEMetrics:
         ]
         self._num_layers = int(args.num_layers)
         self._entries: tuple[dict[str, Any], ...] = (self._tracker._metrics, {}, {})
+        self._taken = torch.zeros(self.size, dtype=torch.float64)
         self.totals: torch.Tensor | None = None
         """Sums over all layers' owners of the last completed batch, divided by its number of
         microbatches: (metrics, layers), float64. None before the first."""
@@ -80,7 +81,17 @@ class MoEMetrics:
             rows.append(values.double() / num_microbatches)
         result = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
         tracker.clear()
+        self._taken = result
         return result
+
+    def sum_over_stages(self) -> None:
+        """Make what was taken last the totals, by a collective over the stages.
+
+        For the first log line, when no update is complete yet: its average counts that iteration.
+        """
+        sums = self._taken.clone()
+        dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
+        self.set_totals(sums.tolist())
 
     def set_totals(self, totals: list[float]) -> None:
         """Keep what came back for a completed batch."""

@@ -12,7 +12,7 @@ to be repointed together was read off megatron/core/distributed/param_and_grad_b
 megatron/core/optimizer/distrib_optimizer.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,6 +105,8 @@ class WeightVersions:
         """Number of the newest complete version."""
         self.selected = 0
         """Number of the version that the model's parameters point to."""
+        self.before_use: Callable[[], None] | None = None
+        """Called once, before the newest version is selected: what ends its making."""
 
     def _twin_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the view of the second flat buffer that corresponds to a view of the first."""
@@ -136,6 +138,9 @@ class WeightVersions:
             raise ValueError(
                 f"weight version {version} is gone or not there yet: the newest is {self.newest}"
             )
+        if version == self.newest and self.before_use is not None:
+            finish, self.before_use = self.before_use, None
+            finish()
         self._point_to(version)
 
     def _point_to(self, version: int) -> None:
@@ -178,6 +183,7 @@ class WeightVersions:
         the other buffer, so autograd's check of version counters would be a false alarm.
         """
         version = self.newest + 1
+        self.select(self.newest)
         source, target = self._side(self.newest), self._side(version)
         with torch.no_grad():
             for old, new in zip(self._flat[source], self._flat[target], strict=True):

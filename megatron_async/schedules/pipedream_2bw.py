@@ -45,7 +45,10 @@ class PipeDream2BW:
     Args:
         weights: the two weight versions of the model chunk.
         complete_update: runs a ``COMPLETE_UPDATE`` that stands amid the computation.
+        launch_update: runs a ``LAUNCH_UPDATE`` that stands amid the computation, given its batch.
         deferred: whether updates are launched at the end of a call and completed in the next.
+        gather_ahead: complete updates earlier where there is room, see the action lists.
+        reduce_late: launch updates in the next call, see the action lists.
         before_next_batch: called right before the first forward of the batch after the running
             one; the random state of that moment is what a resumed run has to start from.
         select_batch: called with the batch before each forward and backward of a microbatch;
@@ -59,7 +62,10 @@ class PipeDream2BW:
         *,
         weights: WeightVersions,
         complete_update: Callable[[], None],
+        launch_update: Callable[[int], None],
         deferred: bool,
+        gather_ahead: bool = False,
+        reduce_late: bool = False,
         before_next_batch: Callable[[], None] | None = None,
         select_batch: Callable[[int], None] | None = None,
     ) -> None:
@@ -75,7 +81,10 @@ class PipeDream2BW:
         self.total_num_tokens: torch.Tensor | None = None
         """Tokens of the last call's batch on the last stage (int scalar)."""
         self._complete_update = complete_update
+        self._launch_update = launch_update
         self._deferred = deferred
+        self._gather_ahead = gather_ahead
+        self._reduce_late = reduce_late
         self._before_next_batch = before_next_batch
         self._select_batch = select_batch
         self._received_input: Any = None
@@ -124,6 +133,8 @@ class PipeDream2BW:
             first=not self.filled,
             last=last,
             deferred=self._deferred,
+            gather_ahead=self._gather_ahead,
+            reduce_late=self._reduce_late,
         )
         run = _Call(
             pipeline=self,
@@ -147,11 +158,14 @@ class PipeDream2BW:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
-        computing = [action for action in actions if not self._closes(action, actions)]
-        run.perform(computing)
-        self.closing = actions[len(computing) :]
+        computing = len(actions)
+        while actions[computing - 1].kind in UPDATES:
+            computing -= 1
+        run.perform(actions[:computing])
+        self.closing = actions[computing:]
         self.total_num_tokens = run.total_num_tokens
-        self._finalize(model, config, run.total_num_tokens, force_all_reduce)
+        if last or not self._reduce_late:
+            self.finalize(model, num_tokens=run.total_num_tokens, force_all_reduce=force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         self.batch += 1
@@ -163,15 +177,6 @@ class PipeDream2BW:
         self.in_flight.clear()
         self._received_input = None
         self.filled = False
-
-    @staticmethod
-    def _closes(action: Action, actions: list[Action]) -> bool:
-        """Whether an update action stands behind the last computation of its call."""
-        if action.kind not in UPDATES:
-            return False
-        if action.kind is not Kind.COMPLETE_UPDATE:
-            return True
-        return action.batch == max(a.batch for a in actions if a.kind is Kind.LAUNCH_UPDATE)
 
     def _communicator(self, config: Any) -> P2PCommunicator:
         if config.batch_p2p_comm and config.batch_p2p_sync:
@@ -191,10 +196,21 @@ class PipeDream2BW:
             self._groups = megatron_schedules._build_default_pg_collection()
         return self._p2p
 
-    def _finalize(
-        self, model: Any, config: Any, num_tokens: torch.Tensor, force_all_reduce: bool | None
+    def finalize(
+        self,
+        model: Any,
+        *,
+        num_tokens: torch.Tensor | None = None,
+        force_all_reduce: bool | None = False,
     ) -> None:
-        """The stage's own gradient reductions; with a deferred update, nothing across stages."""
+        """Run the stage's own gradient reductions; with a deferred update, nothing across stages.
+
+        Args:
+            model: the DDP-wrapped model chunk.
+            num_tokens: of the batch on the last stage, for the per-token loss.
+            force_all_reduce: as Megatron has it.
+        """
+        config = get_model_config(model)
         if config.finalize_model_grads_func is None:
             return
         per_token = config.calculate_per_token_loss and not self._deferred
@@ -275,8 +291,10 @@ class _Call:
                         )
                     case Kind.COMPLETE_UPDATE:
                         pipeline._complete_update()
-                    case Kind.LAUNCH_UPDATE | Kind.UPDATE:
-                        raise AssertionError("an update is launched by the optimizer's step")
+                    case Kind.LAUNCH_UPDATE:
+                        pipeline._launch_update(action.batch)
+                    case Kind.UPDATE:
+                        raise AssertionError("the whole update is the optimizer's step")
 
     def _no_sync(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.no_sync_func is None:

@@ -264,8 +264,31 @@ _WEIGHTS = (
     ),
     rule(
         "--overlap-param-gather",
-        "the gather of a new version under the next batch is not supported",
-        "Drop it; parameters are gathered when the update completes.",
+        "the layer-wise optimizer without a parameter layout of its own receives the parameters in "
+        "the gradient buffer, where the next batch's gradients are",
+        "Drop it, or drop --no-use-layer-wise-param-layout.",
+        when=lambda s: bool(
+            s.get("overlap_param_gather")
+            and s.get("use_layer_wise_distributed_optimizer")
+            and not s.get("use_layer_wise_param_layout", True)
+        ),
+    ),
+    rule(
+        "--second-grad-buffer",
+        lambda s: (
+            f"the update is launched after the next batch's first backward, which leaves time for "
+            f"it with at least {s.stages} microbatches, and a batch has {_microbatches(s)}"
+        ),
+        "Raise --global-batch-size, or drop it.",
+        when=lambda s: s.config.second_grad_buffer and _microbatches(s) < s.stages,
+        name="second_grad_buffer_microbatches",
+    ),
+    rule(
+        "--second-grad-buffer",
+        "the reduction has to start in the last backward to run under the next batch",
+        "Add --overlap-grad-reduce, or drop it.",
+        when=lambda s: s.config.second_grad_buffer and not s.get("overlap_grad_reduce"),
+        name="second_grad_buffer_overlap",
     ),
     rule(
         "--overlap-param-gather-with-optimizer-step",
