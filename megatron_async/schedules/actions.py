@@ -193,8 +193,8 @@ def pipedream_2bw_call(
         deferred: Launch the update at the end of the call and complete it in the next one, right
             after backward m - w - 1 and before the communication that follows, which is the latest
             place where no other stage can be waiting for this one. Otherwise update at the end.
-        gather_ahead: Complete earlier where m leaves room, by half of the slots that no stage's total
-            can be late for, so that the new version's parameters are gathered under computation.
+        gather_ahead: Complete earlier where m leaves room, by half of the slots that no stage's
+            total can be late for, so that the new parameters are gathered under computation.
         reduce_late: Launch after the next call's backward 0 instead, so that the data-parallel
             reduction of the gradients runs under computation. Needs m >= p, and a gradient buffer
             for each of two batches.
