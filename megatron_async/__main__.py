@@ -42,12 +42,16 @@ def main(argv: list[str]) -> None:
         except ValueError as error:
             raise SystemExit(f"megatron_async: {error}") from None
         cpu_backend.install()
-    from megatron_async.startup import flags_in
+    from megatron_async.startup import check_command_line, flags_in
 
     if flags_in(argv[1:]):
+        check_command_line(argv[1:])
         from megatron_async import hooks
 
         hooks.install()
+        if on_cpu:
+            # Megatron's parser knows the flag now, and prints it among the arguments.
+            argv.append("--cpu")
     sys.argv = argv
     # As `python SCRIPT` has it: the script's folder comes first, not the current one.
     sys.path.insert(0, str(script.resolve().parent))

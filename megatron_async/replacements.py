@@ -35,10 +35,11 @@ __all__ = [
 
 def add_arguments(original: Any) -> Any:
     from megatron_async.arguments import add_arguments
+    from megatron_async.optimizers import add_optimizer_arguments
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
-        return add_arguments(original(parser))
+        return add_optimizer_arguments(add_arguments(original(parser)))
 
     return add_megatron_arguments
 
@@ -58,14 +59,21 @@ def validate(original: Any) -> Any:
 def attach(original: Any) -> Any:
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, model_chunks: Any, *rest: Any, **kwargs: Any) -> Any:
+        from megatron.core.utils import get_model_config
         from megatron.training import get_args
 
-        from megatron_async import engine
+        from megatron_async import engine, optimizers, startup
         from megatron_async.arguments import AsyncConfig
 
+        args = get_args()
+        if config.optimizer in optimizers.NAMES:
+            optimizers.register()
+        if AsyncConfig.from_args(args).asynchronous:
+            # A script may have set what no flag can.
+            startup.check_configs(args, get_model_config(model_chunks[0]), config)
         optimizer = original(config, model_chunks, *rest, **kwargs)
-        if AsyncConfig.from_args(get_args()).asynchronous:
-            engine.attach(get_args(), model_chunks, optimizer)
+        if AsyncConfig.from_args(args).asynchronous:
+            engine.attach(args, model_chunks, optimizer)
         return optimizer
 
     return get_megatron_optimizer

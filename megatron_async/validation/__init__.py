@@ -90,6 +90,7 @@ def enforce(
     *,
     configs: Sequence[object] = (),
     rank: int,
+    warn: bool = True,
     stream: TextIO | None = None,
     grace: float = 20.0,
 ) -> None:
@@ -103,6 +104,7 @@ def enforce(
         facts: as for :func:`check`.
         configs: as for :func:`check`.
         rank: global rank of this process.
+        warn: whether what is only unwise is printed.
         stream: where rank 0 prints; standard error by default.
         grace: seconds that the other ranks wait.
 
@@ -118,6 +120,6 @@ def enforce(
         else:
             time.sleep(grace)
         raise SystemExit(_EXIT_CODE) from None
-    if rank == 0:
+    if rank == 0 and warn:
         for text in warnings:
             print(f"WARNING: megatron_async: {text}", file=stream, flush=True)
