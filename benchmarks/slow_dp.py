@@ -72,7 +72,8 @@ def main() -> int:
         args.stages, args.microbatches, args.iterations, args.repeats = 1, 2, 3, 1
         args.forward_ms, args.backward_ms, args.optimizer_ms = 40.0, 80.0, 10.0
         args.delay_ms = 60.0
-        args.modes = [name for name in args.modes if name in ("1f1b", "2bw-reduce")]
+        if args.modes == list(MODES):
+            args.modes = ["1f1b", "2bw-reduce"]
 
     runs: dict[str, list[tuple[Measurement, Measurement]]] = {name: [] for name in args.modes}
     for repeat in range(args.repeats):
