@@ -14,7 +14,8 @@ def main() -> None:
     script = sys.argv[1]
     # As `python SCRIPT` would. It comes first so that a checkout of Megatron wins over a wheel.
     sys.path[0] = str(Path(script).resolve().parent)
-    sys.argv = [script, *cpu_backend.prepare(sys.argv[2:])]
+    sys.argv = [script, *cpu_backend.apply_argument_defaults(sys.argv[2:])]
+    cpu_backend.install()
     runpy.run_path(script, run_name="__main__")
 
 

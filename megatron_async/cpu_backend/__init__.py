@@ -4,7 +4,8 @@ To use it, before anything of Megatron is imported::
 
     from megatron_async import cpu_backend
 
-    sys.argv[1:] = cpu_backend.prepare(sys.argv[1:])
+    sys.argv[1:] = cpu_backend.apply_argument_defaults(sys.argv[1:])
+    cpu_backend.install()
 
 Importing this module replaces nothing. :func:`install` replaces attributes of torch and of Megatron
 in this process only; :func:`replacements` lists them with their reasons.
@@ -23,7 +24,6 @@ __all__ = [
     "cpu_argv",
     "install",
     "installed",
-    "prepare",
     "replacements",
 ]
 
@@ -121,19 +121,4 @@ def apply_argument_defaults(argv: list[str]) -> list[str]:
     argv, added = cpu_argv(argv)
     if added and os.environ.get("RANK", "0") == "0":
         print(f"megatron_async: --cpu added {' '.join(added)}", flush=True)
-    return argv
-
-
-def prepare(argv: list[str]) -> list[str]:
-    """Call :func:`apply_argument_defaults` and :func:`install`; return the script's arguments.
-
-    The folder of the Megatron to use must be on ``sys.path`` before, as ``python SCRIPT`` puts a
-    checkout's there: parts of it are imported here.
-
-    Raises:
-        ValueError: see :func:`cpu_argv`.
-        RuntimeError: see :func:`install`.
-    """
-    argv = apply_argument_defaults(argv)
-    install()
     return argv

@@ -22,11 +22,9 @@ def _never(given: tuple[str, ...]) -> bool:
 
 
 def _uses_rotary(given: _Given) -> bool:
-    return (
-        "--use-rotary-position-embeddings" in given
-        or "--multi-latent-attention" in given
-        or given.get("--position-embedding-type", ("",))[-1:] in (("rope",), ("yarn",), ("mrope",))
-    )
+    return "--use-rotary-position-embeddings" in given or given.get(
+        "--position-embedding-type", ("",)
+    )[-1:] in (("rope",), ("yarn",), ("mrope",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,7 @@ _DEFAULTS = (
     _Default("--no-masked-softmax-fusion"),
     _Default("--disable-jit-fuser"),
     _Default("--no-rope-fusion", needed=_uses_rotary),
+    _Default("--async-strategy", "mcore", needed=lambda given: "--async-save" in given),
 )
 
 _TE = "it needs Transformer Engine, which runs on GPUs only"
@@ -77,6 +76,13 @@ _CONFLICTS = (
         "context parallelism exists only in Transformer Engine",
         "use 1",
         _one_of("1"),
+    ),
+    _Conflict("--multi-latent-attention", _TE, "drop it"),
+    _Conflict(
+        "--async-strategy",
+        "nvidia-resiliency-ext starts processes that need GPUs",
+        "use `mcore`",
+        _one_of("mcore"),
     ),
     _Conflict("--hierarchical-context-parallel-sizes", _TE, "drop it"),
     _Conflict("--hybrid-context-parallel", _TE, "drop it"),

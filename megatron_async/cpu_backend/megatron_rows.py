@@ -1,4 +1,4 @@
-"""What is replaced in Megatron itself: four places that CUDA's absence alone does not explain."""
+"""What is replaced in Megatron itself, where standing in for CUDA and NCCL is not enough."""
 
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.utils._pytree import tree_map_only
 
 from megatron_async.cpu_backend.table import Replacement
 
@@ -109,6 +110,31 @@ def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
+def _forked_worker(original: Callable[..., Any]) -> Any:
+    def get_process(cls: type, rank: int, mp_mode: str = "fork", *args: Any, **kwargs: Any) -> Any:
+        return original(rank, "fork", *args, **kwargs)
+
+    return classmethod(get_process)
+
+
+def _forked_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_write_results_queue(mp_mode: str = "fork") -> Any:
+        return original("fork")
+
+    return get_write_results_queue
+
+
+def _schedule_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    def schedule_async_call(self: Any, async_req: Any) -> None:
+        if async_req.preload_fn is not None:
+            rank, _, *rest = async_req.async_fn_args
+            copies = tree_map_only(torch.Tensor, torch.clone, async_req.preload_fn())
+            async_req = async_req._replace(async_fn_args=(rank, copies, *rest), preload_fn=None)
+        original(self, async_req)
+
+    return schedule_async_call
+
+
 def megatron_rows() -> list[Replacement]:
     """The rows for ``megatron.core``."""
     optimizer = "megatron.core.optimizer"
@@ -155,4 +181,31 @@ def megatron_rows() -> list[Replacement]:
             versions=_VERSIONS,
         )
     )
+    worker = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
+    rows += [
+        Replacement(
+            target="megatron.core.dist_checkpointing.strategies.filesystem_async",
+            attribute="get_write_results_queue",
+            make=_forked_manager,
+            why="a torch_dist save starts a manager process afresh, which imports the training "
+            "script and Megatron again, with nothing replaced and for seconds: fork it",
+            versions=_VERSIONS,
+        ),
+        Replacement(
+            target=worker,
+            attribute="_get_process",
+            make=_forked_worker,
+            why="the worker of --async-save is started afresh, where nothing is replaced and the "
+            "first call of torch.cuda fails: fork it",
+            versions=_VERSIONS,
+        ),
+        Replacement(
+            target=worker,
+            attribute="schedule_async_call",
+            make=_schedule_copies,
+            why="the worker would copy weights from the GPU while the training waits; host memory "
+            "it shares with the training instead, and would save what later steps write there",
+            versions=_VERSIONS,
+        ),
+    ]
     return rows
