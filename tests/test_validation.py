@@ -114,9 +114,14 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "stage_norm_undeferred": ([*STAGE_NORM, *UNTIED, *UNDEFERRED], {}),
     "stage_norm_tied": (STAGE_NORM, {}),
-    "second_grad_buffer": (["--second-grad-buffer", *UNDEFERRED], {}),
+    "second_grad_buffer": (["--second-grad-buffer", "--overlap-grad-reduce", *UNDEFERRED], {}),
     "second_grad_buffer_local_accumulation": (
-        ["--second-grad-buffer", "--ddp-param-name-patterns-for-fp32-local-accumulation", "all"],
+        [
+            "--second-grad-buffer",
+            "--overlap-grad-reduce",
+            "--ddp-param-name-patterns-for-fp32-local-accumulation",
+            "all",
+        ],
         {},
     ),
     "megatron_version": ([], {}),  # through the facts
@@ -173,7 +178,18 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "cuda_graph_impl": (["--cuda-graph-impl", "local"], {}),
     "optimizer_cuda_graph": (["--optimizer-cuda-graph"], {}),
     "nccl_ub": (["--use-nccl-ub"], {}),
-    "overlap_param_gather": (["--overlap-param-gather"], {}),
+    "overlap_param_gather": (
+        ["--overlap-param-gather"],
+        {
+            "use_layer_wise_distributed_optimizer": True,
+            "use_layer_wise_param_layout": False,
+        },
+    ),
+    "second_grad_buffer_microbatches": (
+        ["--second-grad-buffer", "--overlap-grad-reduce", "--global-batch-size", "3"],
+        {},
+    ),
+    "second_grad_buffer_overlap": (["--second-grad-buffer"], {}),
     "overlap_param_gather_with_optimizer_step": (
         ["--overlap-param-gather-with-optimizer-step"],
         {},
@@ -244,7 +260,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "never_asynchronous": (["--async-start-iteration", "20"], {}),
     "stage_norm_unclipped": ([*STAGE_NORM, *UNTIED, "--clip-grad", "0"], {}),
-    "second_grad_buffer_unused": (["--second-grad-buffer"], {}),
+    "second_grad_buffer_unused": (["--second-grad-buffer", "--overlap-grad-reduce"], {}),
     "timing_log_level": (["--timing-log-level", "1"], {}),
     "empty_unused_memory_level": (["--empty-unused-memory-level", "1"], {}),
     "train_sync_interval": (["--train-sync-interval", "10"], {}),
@@ -331,7 +347,7 @@ def test_nothing_is_checked_without_a_flag_of_this_package(
         (["--optimizer", "adam", "--delay-correction", "error-feedback"], 4),
         (["--use-distributed-optimizer", "--overlap-grad-reduce"], 8),
         (["--optimizer", "sgd", "--untie-embeddings-and-output-weights", *STAGE_NORM], 4),
-        (["--optimizer", "soap", "--second-grad-buffer"], 8),
+        (["--optimizer", "soap", "--second-grad-buffer", "--overlap-grad-reduce"], 8),
         (["--optimizer", "lion", "--no-deferred-update", "--log-params-norm"], 4),
         (["--no-deferred-update", "--save-wgrads-interval", "5"], 4),
         (["--num-experts", "4", "--moe-aux-loss-coeff", "0.01"], 4),
