@@ -46,6 +46,7 @@ __all__ = [
     "load_base_checkpoint",
     "load_checkpoint",
     "optimizer_state_keys",
+    "read_metadata",
     "save_checkpoint",
 ]
 
@@ -65,7 +66,7 @@ _session: "_Saving | _Loading | None" = None
 
 
 def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Complete the launched update, then save.
+    """Complete the update of the last iteration, then save.
 
     Raises:
         RuntimeError: the update's gradient norm is not finite; nothing is written.
@@ -73,7 +74,7 @@ def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     running = engine.current()
     if running is None or not running.asynchronous_now:
         return original(*args, **kwargs)
-    running.complete_update()
+    running.settle()
     running.weights.select(running.weights.newest)
     with _as_session(_Saving(running)):
         return original(*args, **kwargs)
@@ -92,7 +93,10 @@ def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     if optimizer is None or (running is not None and optimizer is not running.optimizer):
         return original(*args, **kwargs)
     loading = _Loading(running, optimizer)
-    with _as_session(loading):
+    # The distributed optimizer copies into views of fp32 model parameters, in some formats outside
+    # of Megatron's own no_grad.
+    no_grad = contextlib.nullcontext() if running is None else torch.no_grad()
+    with _as_session(loading), no_grad:
         result = original(*args, **kwargs)
     loading.finish(iteration=result[0])
     return result
@@ -107,7 +111,23 @@ def load_base_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any
         state_dict, name, release, kind = original(*args, **kwargs)
     if state_dict is not None:
         _session.found(state_dict, directory=directory, release=release)
+        legacy = kind is megatron_checkpointing.CheckpointType.LEGACY
+        if legacy and _session.running is not None and not get_args().finetune:
+            _check_parameters(_session.running, state_dict.get("model", {}), directory)
     return state_dict, name, release, kind
+
+
+def read_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Read which checkpoint is the latest; while loading, heed --ckpt-step.
+
+    For the state of the distributed optimizer in a torch checkpoint Megatron looks it up once more,
+    and would load the latest one's.
+    """
+    iteration, release = original(*args, **kwargs)
+    step = getattr(get_args(), "ckpt_step", None)
+    if isinstance(_session, _Loading) and _session.running is not None and step:
+        return step, False
+    return iteration, release
 
 
 def generate_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +300,7 @@ class _Loading:
     """
 
     def __init__(self, running: Engine | None, optimizer: Any) -> None:
-        self._running = running
+        self.running = running
         self._optimizer = optimizer
         self._counters: dict[str, Any] | None = None
         self._previous: dict[str, torch.Tensor] = {}
@@ -295,8 +315,8 @@ class _Loading:
         if not self._checkpoint_found:
             self._checkpoint_found = True
             self._counters = state_dict.get(STATE)
-            if self._running is not None:
-                self._decide(self._running, state_dict, directory=directory, release=release)
+            if self.running is not None:
+                self._decide(self.running, state_dict, directory=directory, release=release)
         self._previous = state_dict.get(PREVIOUS) or {}
 
     def _decide(
@@ -337,9 +357,9 @@ class _Loading:
                     correction.make_buffers()
 
     def extend(self, state_dict: dict[str, Any], *, sharded: bool, metadata: Any) -> None:
-        if self._running is not None and self._resumes:
+        if self.running is not None and self._resumes:
             state_dict[PREVIOUS] = _previous_weights(
-                self._running, sharded=sharded, metadata=metadata
+                self.running, sharded=sharded, metadata=metadata
             )
 
     def finish(self, *, iteration: int) -> None:
@@ -350,26 +370,26 @@ class _Loading:
             for leaf in inner_optimizers(self._optimizer):
                 for state in leaf.optimizer.state.values():
                     state.pop(STATE_KEY, None)
-        if self._running is None:
+        if self.running is None:
             if self._counters is not None:
                 print_rank_0(f"megatron_async: {_leaving(self._counters)}")
             return
         if not self._resumes or self._counters is None:
             print_rank_0(
-                f"megatron_async: {self._running.config.schedule} starts afresh from the "
+                f"megatron_async: {self.running.config.schedule} starts afresh from the "
                 f"checkpoint, its weights are version 0: {self._afresh}"
             )
             return
-        self._set_previous(self._running)
+        self._set_previous(self.running)
         report = self._counters["report"]
-        self._running.resume(
+        self.running.resume(
             batch=self._counters["batch"],
             report=None if report is None else UpdateReport(**report),
             correction_strength=(
                 self._counters["correction_strength"] if self._correction_loaded else None
             ),
         )
-        print_rank_0(f"megatron_async: {self._resuming(self._running, self._counters, iteration)}")
+        print_rank_0(f"megatron_async: {self._resuming(self.running, self._counters, iteration)}")
 
     def _set_previous(self, running: Engine) -> None:
         values = []
@@ -419,13 +439,13 @@ class _Loading:
             yield
         except SystemExit:
             # --exit-on-missing-checkpoint ends like this, too.
-            if self._running is None or not megatron_checkpointing.checkpoint_exists(directory):
+            if self.running is None or not megatron_checkpointing.checkpoint_exists(directory):
                 raise
             raise RuntimeError(
                 f"megatron_async: the checkpoint in {directory} cannot be read. {remedy}"
             ) from None
         except Exception as error:
-            if self._running is None:
+            if self.running is None:
                 raise
             raise RuntimeError(
                 f"megatron_async: the checkpoint in {directory} cannot be read: {error} {remedy}"
@@ -448,6 +468,23 @@ def _check_format(counters: dict[str, Any], directory: str) -> None:
             f"format {FORMAT}. Resume it with the version that wrote it, or take its newest "
             "weights alone with --finetune."
         )
+
+
+def _check_parameters(running: Engine, saved: Any, directory: str) -> None:
+    """Megatron loads what fits if names are missing in a torch checkpoint, and says so in passing.
+
+    Raises:
+        RuntimeError: a parameter is missing.
+    """
+    chunk = unwrap_model(running.model_chunk)
+    parameters = dict(chunk.named_parameters())
+    for name in chunk.state_dict_for_save_checkpoint():
+        if name in parameters and name not in saved:
+            raise RuntimeError(
+                f"megatron_async: the checkpoint in {directory} lacks {name}: it is of another "
+                "model, or of another layout; only --ckpt-format torch_dist can be loaded by "
+                "another number of stages"
+            )
 
 
 def _leaving(counters: dict[str, Any]) -> str:

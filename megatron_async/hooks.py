@@ -172,6 +172,12 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         module=_CHECKPOINTING,
+        attribute="read_metadata",
+        make=replacements.checkpointing("read_metadata"),
+        why="--ckpt-step does not reach the distributed optimizer's state in a torch checkpoint",
+    ),
+    Hook(
+        module=_CHECKPOINTING,
         attribute="generate_state_dict",
         make=replacements.checkpointing("generate_state_dict"),
         why="the previous weight version and the counters are saved, too",
