@@ -1,0 +1,103 @@
+"""Runs the launcher and writes down every collective and P2P call of one rank, and every wait.
+
+Run by torchrun in place of ``-m megatron_async``; the variable TRACE_DIR names the folder that gets
+``rank<R>.json``. What is recorded are the methods of torch's process groups and works themselves,
+so that it does not matter through which function, or which name bound early, a call is made.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+P2P = ("send", "recv", "recv_anysource")
+
+events: list[dict[str, Any]] = []
+works: list[tuple[Any, int]] = []  # keeps them alive, so that identities stay unique
+
+
+def iteration() -> int:
+    """The iteration that Megatron runs (0 is the first), -1 before training."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    args = getattr(variables, "_GLOBAL_ARGS", None)
+    return getattr(args, "curr_iteration", -1)
+
+
+def callers() -> list[str]:
+    """Functions on the stack, innermost first."""
+    return [
+        f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}"
+        for frame, _ in traceback.walk_stack(sys._getframe(2))
+    ]
+
+
+def trace_call(name: str) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        event = {
+            "call": name,
+            "iteration": iteration(),
+            "ranks": dist.get_process_group_ranks(self),
+            "callers": callers(),
+            "waits": [],
+        }
+        events.append(event)
+        work = original(self, *args, **kwargs)
+        works.append((work, len(events) - 1))
+        return work
+
+    setattr(dist.ProcessGroup, name, call)
+
+
+def trace_waits() -> None:
+    for name in ("wait", "synchronize"):
+        original = getattr(dist.Work, name)
+
+        def wait(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            for work, index in reversed(works):
+                if work is self:
+                    events[index]["waits"].append(callers())
+                    break
+            return _original(self, *args, **kwargs)
+
+        setattr(dist.Work, name, wait)
+
+
+def main() -> None:
+    for name in (*COLLECTIVES, *P2P):
+        trace_call(name)
+    trace_waits()
+    from megatron_async.__main__ import main as launch
+
+    try:
+        launch(sys.argv[1:])
+    finally:
+        path = Path(os.environ["TRACE_DIR"]) / f"rank{os.environ['RANK']}.json"
+        path.write_text(json.dumps(events))
+
+
+main()
