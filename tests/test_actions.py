@@ -83,6 +83,30 @@ def test_with_fewest_microbatches_stage_0_completes_at_the_end_of_the_call() -> 
     assert "C1v2" in short(call(microbatches=3, batch=2, stage=1))
 
 
+def test_gathering_ahead_completes_half_of_the_room_earlier() -> None:
+    # p = 2, m = 6: stage 0's total is out at its launch, five slots before the new version is
+    # needed on stage 0. Of these, three are for the gathering of parameters.
+    actions = call(stages=2, batch=2, microbatches=6, gather_ahead=True)
+    assert short(actions) == (
+        "F2.1v1 B2.0v1 F2.2v1 B2.1v1 C1v2 F2.3v1 B2.2v1 F2.4v1 B2.3v1 F2.5v1 B2.4v1 "
+        "F3.0v2 B2.5v1 L2v3"
+    )
+    assert call(stage=1, microbatches=3, gather_ahead=True) == call(stage=1, microbatches=3)
+
+
+def test_late_reduction_launches_after_the_next_batchs_first_backward() -> None:
+    assert short(call(stages=2, batch=2, microbatches=3, reduce_late=True)) == (
+        "F2.1v1 B2.0v1 L1v2 F2.2v1 B2.1v1 C1v2 F3.0v2 B2.2v1"
+    )
+    # With m = p, both stand behind the same backward on stage 0.
+    assert short(call(stages=2, batch=2, microbatches=2, reduce_late=True)) == (
+        "F2.1v1 B2.0v1 L1v2 C1v2 F3.0v2 B2.1v1"
+    )
+    assert short(call(stages=2, batch=2, microbatches=2, reduce_late=True, last=True)).endswith(
+        "B2.1v1 L2v3 C2v3"
+    )
+
+
 def test_update_without_deferral_stands_at_the_end() -> None:
     assert short(call(stage=2, batch=2, deferred=False)).endswith("B2.3v1 U2v3")
     assert "C" not in short(call(stage=2, batch=2, deferred=False))
@@ -142,6 +166,7 @@ def test_growing_batch_is_counted_in_its_own_microbatches() -> None:
         ({"microbatches": 2}, "needs at least 3 microbatches in every batch, got 2"),
         ({"next_microbatches": 2}, "needs at least 3 microbatches in every batch, got 2"),
         ({"stages": 1, "microbatches": 0}, "needs at least 1 microbatches"),
+        ({"microbatches": 3, "reduce_late": True}, "needs at least 4 microbatches with 4 pipeline"),
         ({"stage": 4}, "stage 4 does not exist in a pipeline of 4 stages"),
         ({"batch": 0}, "must be the first"),
         ({"batch": -1}, "must not be negative"),
@@ -190,15 +215,24 @@ def test_megatron_interleaved() -> None:
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
-@pytest.mark.parametrize("deferred", [True, False])
-def test_every_layout_is_valid(stages: int, deferred: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"deferred": False},
+        {"deferred": True},
+        {"deferred": True, "gather_ahead": True},
+        {"deferred": True, "reduce_late": True},
+        {"deferred": True, "gather_ahead": True, "reduce_late": True},
+    ],
+    ids=lambda options: "-".join(name for name, value in options.items() if value) or "undeferred",
+)
+def test_every_layout_is_valid(stages: int, options: dict[str, bool]) -> None:
     rng = random.Random(stages)
-    fewest = max(stages - 1, 1)
+    fewest = stages if options.get("reduce_late") else max(stages - 1, 1)
     for drain in (True, False):
-        for first_batch in (0, 1, 6):
+        for first_batch in (0, 6):
             for counts in (
                 [fewest] * 4,
-                [stages] * 4,
                 [2 * stages + 1] * 2,
                 [stages + 2],
                 sorted(rng.randint(fewest, 11) for _ in range(5)),
@@ -207,9 +241,9 @@ def test_every_layout_is_valid(stages: int, deferred: bool) -> None:
                 lists = pipedream_2bw_lists(
                     stages=stages,
                     microbatches=counts,
-                    deferred=deferred,
                     first_batch=first_batch,
                     drain=drain,
+                    **options,
                 )
                 validate(lists)
 

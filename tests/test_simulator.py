@@ -69,6 +69,26 @@ def test_any_times_leave_no_idle_time() -> None:
         assert run.ratio_to_ideal == pytest.approx(1.0), (stages, microbatches, costs)
 
 
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 2), (2, 2), (4, 4), (4, 11), (8, 9)])
+@pytest.mark.parametrize("gather_ahead", [False, True])
+@pytest.mark.parametrize("reduce_late", [False, True])
+def test_moving_the_update_where_there_is_room_leaves_no_idle_time(
+    stages: int, microbatches: int, gather_ahead: bool, reduce_late: bool
+) -> None:
+    for forward, backward in SLOTS:
+        costs = Costs(forward=forward, backward=backward, optimizer=36)
+        for rendezvous in (False, True):
+            run = two_version(
+                stages,
+                microbatches,
+                costs,
+                gather_ahead=gather_ahead,
+                reduce_late=reduce_late,
+                rendezvous=rendezvous,
+            )
+            assert run.ratio_to_ideal == pytest.approx(1.0)
+
+
 def test_unequal_stages_are_bounded_by_the_slowest() -> None:
     rng = random.Random(2)
     for _ in range(40):
