@@ -98,8 +98,8 @@ class Engine:
             # The hooks gather for whichever version a module runs on, recomputation included.
             self.model_chunk.disable_forward_pre_hook(param_sync=False)
         self.tally = _tally(args, self.config)
-        self.sums: dict[str, float] = {}
-        """The tally of the last completed update, over all ranks."""
+        self._sums: dict[int, dict[str, float]] = {}
+        """The tally over all ranks, of the updates of the last batches."""
         self.deferred: DeferredUpdate | None = None
         if self.config.deferred_update:
             self.deferred = DeferredUpdate(
@@ -128,6 +128,7 @@ class Engine:
         )
         self._ran: dict[int, tuple[int, int]] = {}
         """Of the last batches: the iteration (1 is the first) that ran them, and m."""
+        self._first_batch = 0
         self._unlaunched: int | None = None
         """The batch whose gradients are there and whose update was not launched yet."""
 
@@ -210,7 +211,7 @@ class Engine:
                 or if the correction starts anew.
         """
         self.asynchronous_now = True
-        self.pipeline.batch = batch
+        self.pipeline.batch = self._first_batch = batch
         self.last_report = report
         if report is not None:
             self.reports = [report]
@@ -349,10 +350,11 @@ class Engine:
         self.reports.append(report)
         self.last_report = report
         self.correction_started = self.config.corrected
-        self.sums = self.tally.unpack(report.counted)
+        sums = self.tally.unpack(report.counted)
+        self._sums = {report.batch: sums, report.batch - 1: self._sums.get(report.batch - 1, {})}
         measured = bubble.log()
-        if measured is not None and "idle" in self.sums:
-            measured.add(self.sums["idle"], self.sums["elapsed"])
+        if measured is not None and "idle" in sums:
+            measured.add(sums["idle"], sums["elapsed"])
         if self.moe is not None and report.stagewise is not None:
             self.moe.set_totals(report.stagewise)
 
@@ -362,12 +364,22 @@ class Engine:
 
     # What Megatron's loop asks between iterations
 
-    def agreed(self, question: str) -> bool:
-        """Whether any rank was for it when the last completed update was launched.
+    def agreed(self, question: str) -> bool | None:
+        """Whether any rank was for it at the end of the iteration before the last.
 
-        All ranks get the same answer in the same iteration, without a collective of its own.
+        That one's update is complete on all stages, whereas some have completed a later one. So all
+        ranks get the same answer in the same iteration, without a collective of its own.
+
+        Returns:
+            None if it is not known, on all ranks alike.
         """
-        return self.sums.get(question, 0.0) > 0
+        sums = self._sums.get(self.pipeline.batch - 2, {})
+        return sums[question] > 0 if question in sums else None
+
+    @property
+    def ran_one_batch(self) -> bool:
+        """Whether a single batch has run since the process started to train asynchronously."""
+        return self.pipeline.batch == self._first_batch + 1
 
     def scalars(self) -> list[tuple[str, float, int]]:
         """Return (name, value, iteration) of what is to be logged, and forget the reports."""

@@ -254,7 +254,7 @@ def decide_exit(original: Any) -> Any:
         # already; only in the iteration in which all ranks know that they stop is it asked for.
         settings = get_args()
         handler, minutes = settings.exit_signal_handler, settings.exit_duration_in_mins
-        settings.exit_signal_handler = handler and running.agreed("signals")
+        settings.exit_signal_handler = bool(handler and running.agreed("signals"))
         settings.exit_duration_in_mins = minutes if running.agreed("overtime") else None
         try:
             return original(*args, **kwargs)
@@ -277,7 +277,7 @@ def finalize_async_save(original: Any) -> Any:
             running is not None
             and engine.deferring()
             and polling
-            and (running.agreed("unfinished saves") or not running.sums)
+            and running.agreed("unfinished saves") is not False
         ):
             return None
         return original(blocking=blocking, terminate=terminate)
@@ -303,7 +303,7 @@ def report_moe_metrics(original: Any) -> Any:
         running = engine.current()
         if running is None or running.moe is None or not engine.deferring():
             return original(self, loss_scale, *args, **kwargs)
-        if running.moe.totals is None:
+        if running.ran_one_batch:
             running.moe.sum_over_stages()
         running.moe.fill(self, round(1.0 / loss_scale))
         return original(self, loss_scale, *args, **kwargs)
