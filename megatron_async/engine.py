@@ -379,7 +379,7 @@ class Engine:
     @property
     def ran_one_batch(self) -> bool:
         """Whether a single batch has run since the process started to train asynchronously."""
-        return self.pipeline.batch == self._first_batch + 1
+        return bool(self.pipeline.batch == self._first_batch + 1)
 
     def scalars(self) -> list[tuple[str, float, int]]:
         """Return (name, value, iteration) of what is to be logged, and forget the reports."""
