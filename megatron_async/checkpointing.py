@@ -325,15 +325,15 @@ class _Loading:
         args = get_args()
         counters = self._counters
         if args.finetune or release:
-            self._afresh = "its weights alone are taken"
+            self._afresh = "the checkpoint's weights alone are taken"
         elif counters is None:
-            self._afresh = "it holds no asynchronous state"
+            self._afresh = "the checkpoint holds no asynchronous state"
         elif _iteration(args, state_dict) < running.config.start_iteration:
             self._afresh = "--async-start-iteration lies ahead"
         else:
             _check_format(counters, directory)
             if counters["schedule"] != running.config.schedule:
-                self._afresh = f"it was saved by --pipeline-schedule {counters['schedule']}"
+                self._afresh = f"the checkpoint was saved by {counters['schedule']}"
         if self._afresh or counters is None:
             return
         self._resumes = True
@@ -375,9 +375,11 @@ class _Loading:
                 print_rank_0(f"megatron_async: {_leaving(self._counters)}")
             return
         if not self._resumes or self._counters is None:
+            config = self.running.config
+            start = max(iteration, config.start_iteration) + 1
             print_rank_0(
-                f"megatron_async: {self.running.config.schedule} starts afresh from the "
-                f"checkpoint, its weights are version 0: {self._afresh}"
+                f"megatron_async: {config.schedule} starts afresh at iteration {start}, whose "
+                f"weights are version 0: {self._afresh}"
             )
             return
         self._set_previous(self.running)
@@ -432,8 +434,8 @@ class _Loading:
         Megatron ends with exit code 0 if it cannot read a torch checkpoint.
         """
         remedy = (
-            "It is truncated, or was not written by Megatron for this model. Resume from an older "
-            "one with --ckpt-step ITERATION."
+            "It may be truncated, or of another model or program. An older one can be resumed from "
+            "with --ckpt-step ITERATION."
         )
         try:
             yield

@@ -1,0 +1,390 @@
+"""Runs that are saved, stopped and resumed; checkpoints of one kind of run loaded by another."""
+
+import math
+import pickletools
+import shutil
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Value, gpt_args, run_torchrun
+from resume_jobs import ASYNC, COMMON_FLAGS, Outcome, Step, run_steps
+
+from megatron_async.delay_correction import STATE_KEY, ErrorFeedback, correction_of
+
+CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
+TORCH: Mapping[str, Value] = {"ckpt_format": "torch"}
+TORCH_DIST: Mapping[str, Value] = {"ckpt_format": "torch_dist"}
+NO_DROPOUT: Mapping[str, Value] = {"hidden_dropout": 0, "attention_dropout": 0}
+STAGES_2: Mapping[str, Value] = {"pipeline_model_parallel_size": 2}
+STAGES_4: Mapping[str, Value] = {"pipeline_model_parallel_size": 4}
+DISTRIBUTED: Mapping[str, Value] = {**STAGES_2, "use_distributed_optimizer": True, "bf16": True}
+MUON: Mapping[str, Value] = {**STAGES_2, "optimizer": "muon", "bf16": True}
+
+
+def saves(name: str, interval: int = 3, **more: Value) -> dict[str, Value]:
+    return {"save": f"{{dir}}/{name}", "save_interval": interval, **more}
+
+
+def loads(name: str, step: int | None = None, **more: Value) -> dict[str, Value]:
+    return {"load": f"{{dir}}/{name}", "ckpt_step": step, **more}
+
+
+# Sends a signal to one rank when three iterations are done.
+SIGNAL = """
+import os, signal
+from megatron.training import get_args, training
+train_step = training.train_step
+def signalled(*args, **kwargs):
+    if get_args().curr_iteration == 2 and get_args().rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return train_step(*args, **kwargs)
+training.train_step = signalled
+"""
+
+# No file can grow beyond 64 KiB: what a full disk does to a save.
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def one_rank(directory: Path) -> dict[str, Outcome]:
+    """Checkpoints of one kind of run loaded by another, on one stage."""
+    evaluating: dict[str, Value] = {"eval_interval": 3, "eval_iters": 2}
+    # The sizes of the data sets are those of a run that evaluates, but it does not.
+    silent: dict[str, Value] = {**evaluating, "start_eval_at_iter": 100}
+    delayed: dict[str, Value] = {**ASYNC, **TORCH, "async_start_iteration": 3}
+    corrected: dict[str, Value] = {**CORRECTED, **TORCH}
+    half: dict[str, Value] = {"delay_correction_strength": 0.5}
+    return run_steps(
+        1,
+        [
+            Step("synchronous", {**TORCH, **saves("synchronous", exit_interval=3)}),
+            Step("from synchronous", {**ASYNC, **TORCH, **loads("synchronous")}),
+            Step("delayed", {**delayed, **saves("delayed", 2)}),
+            Step("delayed from 2", {**delayed, **loads("delayed", 2)}),
+            Step("delayed from 4", {**delayed, **loads("delayed", 4)}),
+            Step("corrected", {**corrected, **silent, **saves("corrected", exit_interval=3)}),
+            Step("uninterrupted", {**corrected, **evaluating}),
+            Step("plain evaluates", {**TORCH, **silent, **loads("corrected"), "skip_train": True}),
+            Step("plain goes on", {**TORCH, **loads("corrected")}),
+            Step("default", {**TORCH, "pipeline_schedule": "default", **loads("corrected")}),
+            Step("off", {**ASYNC, **TORCH, **loads("corrected")}),
+            Step("on", {**delayed, **CORRECTED, **loads("delayed", 4)}),
+            Step("half", {**corrected, **half, **loads("corrected")}),
+            Step("finetune", {**corrected, **loads("corrected"), "finetune": True}),
+            Step("no optimizer", {**corrected, **loads("corrected"), "no_load_optim": True}),
+        ],
+        directory,
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(directory: Path) -> dict[str, Outcome]:
+    plain: dict[str, Value] = {**ASYNC, **TORCH, **STAGES_2}
+    evaluating: dict[str, Value] = {"eval_interval": 2, "eval_iters": 2}
+    signalled = {**plain, **saves("signalled", 100), "exit_signal_handler": True}
+    sharded: dict[str, Value] = {
+        **CORRECTED,
+        **TORCH_DIST,
+        "use_distributed_optimizer": True,
+        "bf16": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+    }
+    return run_steps(
+        2,
+        [
+            Step("uninterrupted", plain),
+            Step("stopped", {**plain, **evaluating, **saves("stopped", 2, exit_interval=5)}),
+            Step("resumed from 4", {**plain, **evaluating, **loads("stopped", 4)}),
+            Step("resumed from 5", {**plain, **loads("stopped")}),
+            Step("signalled", signalled, prelude=SIGNAL),
+            Step("resumed from signal", {**plain, **loads("signalled")}),
+            Step("two stages", {**plain, **NO_DROPOUT, **TORCH_DIST, **saves("stages", 3)}),
+            Step("sharded", {**sharded, **saves("sharded", 3)}),
+            Step("sharded resumed", {**sharded, **loads("sharded", 3)}),
+        ],
+        directory,
+    )
+
+
+@pytest.fixture(scope="module")
+def four_ranks(directory: Path, two_ranks: dict[str, Outcome]) -> dict[str, Outcome]:
+    distributed: dict[str, Value] = {**CORRECTED, **DISTRIBUTED}
+    muon: dict[str, Value] = {**CORRECTED, **MUON, **TORCH}
+    tied: dict[str, Value] = {**CORRECTED, **STAGES_4, **TORCH}
+    more_stages: dict[str, Value] = {**ASYNC, **STAGES_4, **NO_DROPOUT, **TORCH_DIST}
+    return run_steps(
+        4,
+        [
+            Step("distributed", {**distributed, **TORCH_DIST, **saves("distributed")}),
+            Step("distributed resumed", {**distributed, **TORCH_DIST, **loads("distributed", 3)}),
+            Step("torch", {**distributed, **TORCH, **saves("torch", exit_interval=5)}),
+            Step("torch resumed", {**distributed, **TORCH, **loads("torch", 3)}),
+            Step("muon", {**muon, **saves("muon")}),
+            Step("muon resumed", {**muon, **loads("muon", 3)}),
+            Step("tied", {**tied, **saves("tied")}),
+            Step("tied resumed", {**tied, **loads("tied", 3)}),
+            Step("four stages", {**more_stages, **loads("stages", 3)}),
+        ],
+        directory,
+    )
+
+
+def assert_continues(
+    resumed: Outcome, uninterrupted: Outcome, *, done: int, total: int = 7
+) -> None:
+    """Every digit of every loss and of every gradient norm."""
+    assert list(resumed.by_iteration) == list(range(done + 1, total + 1))
+    expected = uninterrupted.by_iteration
+    assert resumed.by_iteration == {i: expected[i] for i in range(done + 1, total + 1)}
+    assert resumed.norms == {i: norm for i, norm in uninterrupted.norms.items() if i > done}
+    assert resumed.reported == uninterrupted.reported[done:total]
+
+
+# The same layout: to the last digit, dropout on
+
+
+def test_a_run_goes_on_where_it_was_saved_after_an_evaluation(two_ranks) -> None:
+    assert_continues(two_ranks["resumed from 4"], two_ranks["uninterrupted"], done=4)
+    assert any("resumes at iteration 5" in line for line in two_ranks["resumed from 4"].notices)
+
+
+def test_a_run_goes_on_where_it_was_stopped(two_ranks) -> None:
+    assert_continues(two_ranks["resumed from 5"], two_ranks["uninterrupted"], done=5)
+
+
+def test_saving_and_evaluating_change_nothing(two_ranks) -> None:
+    expected = two_ranks["uninterrupted"].by_iteration
+    assert two_ranks["stopped"].by_iteration == {i: expected[i] for i in range(1, 6)}
+    assert [done for done, _ in two_ranks["stopped"].validation] == [2, 4]
+    # The first evaluation after the resume is that of iteration 6; it goes on in its data, too.
+    assert [done for done, _ in two_ranks["resumed from 4"].validation] == [2]
+
+
+def test_a_run_goes_on_where_a_signal_stopped_it(two_ranks) -> None:
+    done = len(two_ranks["signalled"].losses)
+    assert 3 <= done <= 5
+    assert_continues(two_ranks["resumed from signal"], two_ranks["uninterrupted"], done=done)
+
+
+@pytest.mark.parametrize("name", ["distributed", "muon", "tied"])
+def test_a_layout_resumes_exactly(four_ranks, name: str) -> None:
+    assert_continues(four_ranks[f"{name} resumed"], four_ranks[name], done=3)
+    assert "delay correction error-feedback" in four_ranks[f"{name} resumed"].notices[-1]
+
+
+def test_the_torch_format_resumes_exactly(four_ranks) -> None:
+    expected = four_ranks["distributed"].by_iteration
+    assert four_ranks["torch"].by_iteration == {i: expected[i] for i in range(1, 6)}
+    assert_continues(four_ranks["torch resumed"], four_ranks["distributed"], done=3)
+
+
+def test_the_fully_reshardable_format_resumes_exactly(two_ranks) -> None:
+    assert_continues(two_ranks["sharded resumed"], two_ranks["sharded"], done=3)
+
+
+# Another layout: to rounding, dropout off
+
+
+def test_more_stages_agree_to_rounding(two_ranks, four_ranks) -> None:
+    found, expected = four_ranks["four stages"], two_ranks["two stages"].by_iteration
+    assert list(found.by_iteration) == [4, 5, 6, 7]
+    for iteration, loss in found.by_iteration.items():
+        assert loss == pytest.approx(expected[iteration], rel=2e-6)
+
+
+# Other kinds of run
+
+
+def test_a_synchronous_checkpoint_starts_an_asynchronous_run(one_rank) -> None:
+    assert_continues(one_rank["from synchronous"], one_rank["delayed"], done=3)
+    assert one_rank["from synchronous"].notices[-1] == (
+        "pipedream-2bw starts afresh at iteration 4, whose weights are version 0: the checkpoint "
+        "holds no asynchronous state"
+    )
+
+
+def test_a_late_start_holds_across_resumes(one_rank) -> None:
+    assert_continues(one_rank["delayed from 2"], one_rank["delayed"], done=2)
+    assert_continues(one_rank["delayed from 4"], one_rank["delayed"], done=4)
+
+
+def test_an_asynchronous_checkpoint_is_megatrons_own_of_the_newest_version(
+    one_rank, directory: Path
+) -> None:
+    done, expected = one_rank["uninterrupted"].validation[0]
+    assert done == 3
+    # The validation set comes first, then the test set.
+    assert one_rank["plain evaluates"].validation[0] == (0, expected)
+    goes_on = one_rank["plain goes on"]
+    assert list(goes_on.by_iteration) == [4, 5, 6, 7]
+    assert all(math.isfinite(loss) for loss in goes_on.losses)
+    # Nothing that is needed to read the file comes from this package.
+    with zipfile.ZipFile(checkpoint_file(directory / "corrected")) as file:
+        [pickled] = [name for name in file.namelist() if name.endswith("data.pkl")]
+        operations = list(pickletools.genops(file.read(pickled)))
+    imported = [argument for code, argument, _ in operations if "GLOBAL" in code.name]
+    assert imported
+    assert not [name for name in imported if name is None or "megatron_async" in name]
+
+
+def test_megatron_without_any_hook_evaluates_to_the_same_loss(one_rank, directory: Path) -> None:
+    flags: dict[str, Value] = {
+        **COMMON_FLAGS,
+        **TORCH,
+        "eval_interval": 3,
+        "eval_iters": 2,
+        "start_eval_at_iter": 100,
+        "skip_train": True,
+        "load": str(directory / "corrected"),
+    }
+    result = run_torchrun(1, gpt_args(**flags), launcher="plain")
+    where, found = result.validation_losses[0]
+    assert where == "iteration 3 on validation set"
+    assert float(found) == pytest.approx(one_rank["uninterrupted"].validation[0][1], rel=1e-6)
+
+
+def test_the_schedule_can_be_left_at_a_resume(one_rank) -> None:
+    assert one_rank["default"].losses == one_rank["plain goes on"].losses
+    assert one_rank["default"].notices[-1] == (
+        "the checkpoint was saved by pipedream-2bw; Megatron's schedule goes on from its newest "
+        "weights, version 3, and the version before is dropped; what the delay correction added "
+        "last stays in the weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "notice"),
+    [
+        ("off", "the delay correction error-feedback is off from now on"),
+        ("half", "strength 0.5 instead of 1.0 from the next update on"),
+        ("no optimizer", "starts with the next update, which is not corrected"),
+    ],
+)
+def test_the_correction_can_be_changed_at_a_resume(one_rank, name: str, notice: str) -> None:
+    assert notice in one_rank[name].notices[-1]
+    found, expected = one_rank[name].by_iteration, one_rank["uninterrupted"].by_iteration
+    # Both weight versions are those that were saved; the next one is another.
+    assert [found[4], found[5]] == [expected[4], expected[5]]
+    assert found[6] != expected[6]
+    assert math.isfinite(found[7])
+
+
+def test_the_correction_can_be_switched_on_at_a_resume(one_rank) -> None:
+    found, expected = one_rank["on"].by_iteration, one_rank["delayed"].by_iteration
+    assert "starts with the next update, which is not corrected" in one_rank["on"].notices[-1]
+    # Its first update, of iteration 5, is as it would be without.
+    assert [found[5], found[6], found[7]] == [expected[5], expected[6], expected[7]]
+
+
+def test_finetuning_takes_the_weights_alone(one_rank) -> None:
+    assert list(one_rank["finetune"].by_iteration) == list(range(1, 8))
+    assert one_rank["finetune"].notices[-1].endswith("the checkpoint's weights alone are taken")
+
+
+# What cannot be loaded
+
+
+def checkpoint_file(checkpoint: Path, step: int = 3) -> Path:
+    return checkpoint / f"iter_{step:07d}" / "mp_rank_00" / "model_optim_rng.pt"
+
+
+def edit(file: Path, change: Any) -> None:
+    state = torch.load(file, weights_only=False)
+    change(state)
+    torch.save(state, file)
+
+
+def rename_model(state: dict[str, Any]) -> None:
+    state["model"] = {f"transformer.{name}": value for name, value in state["model"].items()}
+
+
+@pytest.fixture(scope="module")
+def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
+    names = ["format", "truncated", "foreign", "tracker", "full"]
+    for name in names:
+        shutil.copytree(directory / "corrected", directory / name)
+    edit(checkpoint_file(directory / "format"), lambda s: s["megatron_async"].update(format=2))
+    file = checkpoint_file(directory / "truncated")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    edit(checkpoint_file(directory / "foreign"), rename_model)
+    (directory / "tracker" / "latest_checkpointed_iteration.txt").write_text("")
+    flags: dict[str, Value] = {**CORRECTED, **TORCH}
+    steps = [Step(name, {**flags, **loads(name)}) for name in names[:-1]]
+    full = {**flags, **loads("full"), **saves("full", 5)}
+    return run_steps(
+        1,
+        [
+            *steps,
+            Step("full", full, prelude=FULL_DISK),
+            Step("emptied", {**flags, **loads("full")}),
+        ],
+        directory,
+        may_fail=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("format", "has format 2"),
+        ("truncated", "cannot be read"),
+        ("foreign", "it is of another model"),
+        ("tracker", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(
+    broken: dict[str, Outcome], directory: Path, name: str, message: str
+) -> None:
+    assert broken[name].failed
+    [line, *_] = [
+        line for line in broken[name].log.splitlines() if line.startswith("RuntimeError: ")
+    ]
+    assert "megatron_async: " in line
+    assert message in line
+    assert str(directory / name) in line
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(broken, one_rank) -> None:
+    assert broken["full"].failed
+    assert_continues(broken["emptied"], one_rank["uninterrupted"], done=3)
+
+
+# Parts
+
+
+def test_a_changed_strength_takes_back_what_was_added() -> None:
+    # x_2 = x_0 - U_0 - U_1 - (U_1 - U_0), and x_3 without the look-ahead of update 1, but with half
+    # of that of update 2.
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    correction = ErrorFeedback(optimizer, strength=1.0)
+    correction.enable()
+
+    def step(gradient: float) -> float:
+        parameter.grad = torch.tensor([gradient])
+        optimizer.step()
+        return float(parameter.detach())
+
+    assert [step(1.0), step(10.0)] == [-1.0, -20.0]
+    resumed = torch.optim.SGD([parameter], lr=1.0)
+    after = ErrorFeedback(resumed, strength=0.5)
+    assert correction_of(resumed) is after
+    assert not after.buffered
+    after.make_buffers()
+    assert after.buffered
+    resumed.state[parameter][STATE_KEY].copy_(optimizer.state[parameter][STATE_KEY])
+    after.enable(applied=1.0)
+    optimizer = resumed
+    assert step(100.0) == -1.0 - 10.0 - 100.0 + 1.0 - 50.0
