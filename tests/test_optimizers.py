@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from harness import run_torchrun
 
 from megatron_async import optimizers
 from megatron_async.optimizers.adan import Adan
 from megatron_async.optimizers.mars import MarsAdamW
-from tests.harness import run_torchrun
 
 SHAPES = ((5, 3), (4,), (2, 3, 2))
 # A step's learning rate comes from a schedule.
