@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node N tests/job_runner.py JOBS.json
 
-Most of the time of a tiny job goes into imports. Each rank imports torch and Megatron once and forks
-a process for every job; the fork runs the package's launcher as a rank of its own would. What a job
-computes is recorded with all its digits, outside of the package: from what Megatron's own
-``train_step`` and ``evaluate`` return, and from torch's optimizer hooks.
+Most of the time of a tiny job goes into imports. Each rank imports torch and Megatron once and
+forks a process for every job; the fork runs the package's launcher, as a rank of its own would.
+What a job computes is recorded with all its digits: what Megatron's own ``train_step`` and
+``evaluate`` return, what is reported of each update, and, from torch's optimizer hooks, the
+parameters.
 
 JOBS.json is a list of objects:
 

@@ -83,7 +83,7 @@ def job(
     *,
     model: str = "tied",
     broken: str | None = None,
-    dump: tuple[str, ...] = (),
+    dump: tuple[str, ...] = ("embedding",),
     **flags: Value,
 ) -> Job:
     """Make a job.

@@ -1,0 +1,145 @@
+"""Training with a delay of one step, in plain PyTorch.
+
+    torchrun --nproc-per-node 1 tests/plain_cpu_launcher.py tests/reference/delayed_training.py \
+        --runs RUNS.json MEGATRON'S FLAGS
+
+Megatron gives the model, the data and the meaning of its flags. The rest is written out here, in
+the simplest way there is, to compare with::
+
+    W(1)   = W(0) - U(grad(W(0)) on batch 0)
+    W(k+1) = W(k) - U(grad(W(k-1)) on batch k)
+
+where U is what torch's SGD or AdamW subtracts. With the correction of strength lambda, from k = 1::
+
+    x(k+1) = x(k) - U(k) - lambda (U(k) - U(k-1))
+
+RUNS.json is a list of objects: ``start`` (file with ``initial``: name -> tensor), ``out`` (file for
+a list of such, W(1), W(2), ...), ``optimizer`` ("sgd" or "adamw"), ``lr``, ``weight_decay``,
+``strength`` (null for no correction) and ``delay`` (1, or 0 for W(k) in the place of W(k-1)).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import initialize_megatron
+from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+Weights = dict[str, torch.Tensor]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--runs", type=Path, required=True)
+    return parser
+
+
+def _batches(args: Any) -> list[list[dict[str, torch.Tensor]]]:
+    """The training samples in their order: a batch is a list of microbatches."""
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        split=args.split,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    sizes = [args.train_iters * args.global_batch_size, 0, 0]
+    builder = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config)
+    samples = iter(builder.build()[0])
+    collate = torch.utils.data.default_collate
+    return [
+        [
+            collate([next(samples) for _ in range(args.micro_batch_size)])
+            for _ in range(args.global_batch_size // args.micro_batch_size)
+        ]
+        for _ in range(args.train_iters)
+    ]
+
+
+def _gradient(
+    model: torch.nn.Module, weights: Weights, batch: list[dict[str, torch.Tensor]]
+) -> Weights:
+    """The gradient of the mean loss of a batch at the given weights."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+            parameter.grad = None
+    for data in batch:
+        losses = model(
+            data["tokens"], data["position_ids"], data["attention_mask"], labels=data["labels"]
+        )
+        loss = (losses * data["loss_mask"]).sum() / data["loss_mask"].sum()
+        (loss / len(batch)).backward()
+    return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+
+
+def _optimizer(run: dict[str, Any], weights: Weights, args: Any) -> torch.optim.Optimizer:
+    # Megatron decays what has more than one dimension and is no bias.
+    decayed = [w for name, w in weights.items() if w.ndim > 1 and not name.endswith(".bias")]
+    others = [w for w in weights.values() if all(w is not one for one in decayed)]
+    groups = [
+        {"params": decayed, "weight_decay": run["weight_decay"]},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if run["optimizer"] == "sgd":
+        return torch.optim.SGD(groups, lr=run["lr"], momentum=args.sgd_momentum)
+    betas = (args.adam_beta1, args.adam_beta2)
+    return torch.optim.AdamW(groups, lr=run["lr"], betas=betas, eps=args.adam_eps)
+
+
+def _train(run: dict[str, Any], model: torch.nn.Module, batches: Any, args: Any) -> list[Weights]:
+    start: Weights = torch.load(run["start"])["initial"]
+    weights = {name: value.clone() for name, value in start.items()}
+    optimizer = _optimizer(run, weights, args)
+    versions = [start]  # W(0), W(1), ...
+    last_update: Weights = {}
+    for k, batch in enumerate(batches):
+        gradient = _gradient(model, versions[max(k - run["delay"], 0)], batch)
+        norm = torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt()
+        if args.clip_grad > 0:
+            scale = min(1.0, args.clip_grad / (float(norm) + 1e-6))
+            gradient = {name: g * scale for name, g in gradient.items()}
+        for name, weight in weights.items():
+            weight.grad = gradient[name]
+        optimizer.step()
+        if run["strength"] is not None:
+            update = {name: versions[k][name] - weights[name] for name in weights}
+            for name in weights if k > 0 else ():
+                weights[name] -= run["strength"] * (update[name] - last_update[name])
+            last_update = update
+        versions.append({name: weight.detach().clone() for name, weight in weights.items()})
+    return versions[1:]
+
+
+def main() -> None:
+    args = parse_and_validate_args(extra_args_provider=_add_arguments)
+    helpers = Path(dataset_utils.__file__).with_name("Makefile")
+    if not helpers.exists():  # Megatron's wheel holds them compiled
+        dataset_utils.compile_helpers = lambda: None
+    initialize_megatron()
+    model = GPTModel(
+        config=core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+    )
+    batches = _batches(args)
+    for run in json.loads(args.runs.read_text()):
+        torch.save(_train(run, model, batches, args), run["out"])
+
+
+if __name__ == "__main__":
+    main()
