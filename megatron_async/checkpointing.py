@@ -228,8 +228,10 @@ class _Saving:
 def _counters(running: Engine) -> dict[str, Any]:
     """Plain data, the same on all ranks: Megatron saves the first one's."""
     report = running.last_report
-    # With a norm for each stage the ranks have different ones.
-    same_norm = report is not None and running.config.grad_norm_scope == "global"
+    if running.config.grad_norm_scope != "global":
+        report = None  # Each stage has another norm.
+    if report is not None:
+        report = replace(report, counted=None)  # What is counted depends on the flags.
     return {
         "format": FORMAT,
         "package": __version__,
@@ -238,7 +240,7 @@ def _counters(running: Engine) -> dict[str, Any]:
         "newest_version": running.weights.newest,
         "correction": running.config.correction if running.correction_started else None,
         "correction_strength": running.config.correction_strength,
-        "report": asdict(report) if report is not None and same_norm else None,
+        "report": None if report is None else asdict(report),
     }
 
 

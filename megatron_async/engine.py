@@ -215,8 +215,9 @@ class Engine:
         self.last_report = report
         if report is not None:
             self.reports = [report]
-            if self.moe is not None and report.stagewise is not None:
-                self.moe.set_totals(report.stagewise)
+            stagewise = report.stagewise
+            if self.moe is not None and stagewise is not None and len(stagewise) == self.moe.size:
+                self.moe.set_totals(stagewise)
         self.correction_started = correction_strength is not None
         for correction in self.corrections:
             correction.enable(applied=correction_strength)
