@@ -38,6 +38,7 @@ __all__ = [
     "gpt_args",
     "read_scalars",
     "run_torchrun",
+    "stop",
     "unaveraged",
 ]
 
@@ -250,7 +251,7 @@ def run_torchrun(
     nproc: int,
     argv: Sequence[str],
     *,
-    timeout: float = 240,
+    timeout: float = 300,
     env: Mapping[str, str] | None = None,
     launcher: str | Sequence[str] = "plain",
     script: str | Path = PRETRAIN_GPT,
@@ -292,9 +293,9 @@ def run_torchrun(
             output, _ = process.communicate(timeout=timeout)
             returncode = process.returncode
         except subprocess.TimeoutExpired:
-            output = _stop(process)
+            output = stop(process)
         except BaseException:
-            _stop(process)
+            stop(process)
             raise
         result = RunResult(
             returncode=returncode,
@@ -328,7 +329,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _stop(process: subprocess.Popen[str]) -> str:
+def stop(process: subprocess.Popen[str]) -> str:
     """End torchrun and everything it started; return torchrun's output."""
     # torchrun puts each rank into a session of its own, out of reach of killpg.
     children = (

@@ -15,6 +15,8 @@ import logging
 import os
 import sys
 
+from packaging.specifiers import SpecifierSet
+
 from megatron_async.cpu_backend.flags import cpu_argv
 from megatron_async.cpu_backend.table import Replacement, apply
 
@@ -82,23 +84,28 @@ def install() -> tuple[Replacement, ...]:
         )
     import torch
 
+    from megatron_async.cpu_backend.megatron_rows import MEGATRON_VERSIONS
+
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "cpu_backend.install() came too late: this process has used a GPU. Call install() "
             "before the first CUDA call."
         )
+    rows = replacements()
+    of_torch = [row for row in rows if row.target.startswith("torch")]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     for package in HIDDEN_PACKAGES:
         sys.modules[package] = None  # type: ignore[assignment]
-
-    rows = replacements()
-    of_torch = [row for row in rows if row.target.startswith("torch")]
     applied = apply(of_torch, torch.__version__)
-    _applied = applied
 
     from megatron.core.package_info import __version__ as megatron_version
 
+    if not SpecifierSet(MEGATRON_VERSIONS).contains(megatron_version, prereleases=True):
+        raise RuntimeError(
+            f"the CPU backend does not know megatron-core {megatron_version}: install one that is "
+            f"{MEGATRON_VERSIONS}."
+        )
     # On a GPU, dropout must not touch the host's generator. Here it does, and Megatron's tracker
     # says so at every fork.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(

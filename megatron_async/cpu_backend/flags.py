@@ -115,6 +115,8 @@ _CONFLICTS = (
     _Conflict("--nccl-communicator-config-path", "NCCL needs GPUs", "drop it"),
     _Conflict("--pipeline-model-parallel-comm-backend", "NCCL and UCC need GPUs", "drop it"),
     _Conflict("--profile", "it starts a GPU profiler", "add --use-pytorch-profiler"),
+    _Conflict("--log-straggler", "it reads GPU clocks and temperatures", "drop it"),
+    _Conflict("--log-energy", "it reads GPU power", "drop it"),
     _Conflict("--record-memory-history", "it records GPU memory", "drop it"),
     _Conflict("--yaml-cfg", "it takes the place of all flags, these too", "give flags instead"),
 )

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_async.cpu_backend.table import Replacement
 
-__all__ = ["FusedAdam", "megatron_rows"]
+__all__ = ["MEGATRON_VERSIONS", "FusedAdam", "megatron_rows"]
 
-_VERSIONS = ">=0.19,<0.20"
+MEGATRON_VERSIONS = ">=0.19,<0.20"
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -157,7 +157,7 @@ def megatron_rows() -> list[Replacement]:
             attribute=attribute,
             make=lambda _, value=value: value,  # type: ignore[misc]
             why=adam_why,
-            versions=_VERSIONS,
+            versions=MEGATRON_VERSIONS,
         )
         for target, attribute, value in values
     ]
@@ -169,7 +169,7 @@ def megatron_rows() -> list[Replacement]:
             why="torch's norms are refused under sequence parallelism, only because their "
             "parameters lack the mark by which finalize_model_grads all-reduces their gradients "
             "over tensor parallel ranks (core/transformer/torch_norm.py): set the mark",
-            versions=_VERSIONS,
+            versions=MEGATRON_VERSIONS,
         )
     )
     rows.append(
@@ -178,7 +178,7 @@ def megatron_rows() -> list[Replacement]:
             attribute="compile_helpers",
             make=_compile_helpers,
             why="the wheel brings the helper compiled but no Makefile, and exits when `make` fails",
-            versions=_VERSIONS,
+            versions=MEGATRON_VERSIONS,
         )
     )
     worker = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
@@ -189,7 +189,7 @@ def megatron_rows() -> list[Replacement]:
             make=_forked_manager,
             why="a torch_dist save starts a manager process afresh, which imports the training "
             "script and Megatron again, with nothing replaced and for seconds: fork it",
-            versions=_VERSIONS,
+            versions=MEGATRON_VERSIONS,
         ),
         Replacement(
             target=worker,
@@ -197,7 +197,7 @@ def megatron_rows() -> list[Replacement]:
             make=_forked_worker,
             why="the worker of --async-save is started afresh, where nothing is replaced and the "
             "first call of torch.cuda fails: fork it",
-            versions=_VERSIONS,
+            versions=MEGATRON_VERSIONS,
         ),
         Replacement(
             target=worker,
@@ -205,7 +205,7 @@ def megatron_rows() -> list[Replacement]:
             make=_schedule_copies,
             why="the worker would copy weights from the GPU while the training waits; host memory "
             "it shares with the training instead, and would save what later steps write there",
-            versions=_VERSIONS,
+            versions=MEGATRON_VERSIONS,
         ),
     ]
     return rows

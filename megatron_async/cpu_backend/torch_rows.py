@@ -192,10 +192,22 @@ def _peak_resident_bytes(*_args: Any, **_kwargs: Any) -> int:
 
 
 class _MemoryStats(dict[str, int]):
-    """``torch.cuda.memory_stats()``: the host's allocator counts none of it."""
+    """``torch.cuda.memory_stats()``; what the host's allocator does not count is 0."""
 
     def __missing__(self, key: str) -> int:
         return 0
+
+
+def _memory_stats(*_args: Any, **_kwargs: Any) -> _MemoryStats:
+    now, peak = _resident_bytes(), _peak_resident_bytes()
+    return _MemoryStats(
+        {
+            "allocated_bytes.all.current": now,
+            "allocated_bytes.all.peak": peak,
+            "reserved_bytes.all.current": now,
+            "reserved_bytes.all.peak": peak,
+        }
+    )
 
 
 def _total_bytes() -> int:
@@ -341,7 +353,7 @@ def torch_rows() -> list[Replacement]:
         _row(cuda, "max_memory_reserved", lambda _: _peak_resident_bytes, memory),
         _optional(cuda, "device_memory_used", lambda _: _resident_bytes, memory),
         _row(cuda, "mem_get_info", lambda _: _mem_get_info, memory),
-        _row(cuda, "memory_stats", lambda _: lambda *_a, **_k: _MemoryStats(), memory),
+        _row(cuda, "memory_stats", lambda _: _memory_stats, memory),
         _row(cuda, "reset_peak_memory_stats", constant(None), memory),
         _row(cuda, "empty_cache", constant(None), "there is no caching allocator"),
         _row(cuda, "get_device_properties", lambda _: _device_properties, present),
