@@ -7,6 +7,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import run_torchrun
+from harness import gpt_args, run_torchrun
 
 from megatron_async import optimizers
 from megatron_async.optimizers.adan import Adan
@@ -369,6 +370,46 @@ def outcomes() -> dict[str, str]:
 def test_in_megatron(outcomes, name):
     if outcomes[name]:
         pytest.fail(outcomes[name], pytrace=False)
+
+
+ASYNCHRONOUS = {
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "train_iters": 5,
+    "hidden_dropout": 0,
+    "attention_dropout": 0,
+    "pipeline_schedule": "pipedream-2bw",
+    "delay_correction": "error-feedback",
+    "ckpt_format": "torch_dist",
+}
+PIPELINE = {"pipeline_model_parallel_size": 2, "adan_beta1": 0.97, "mars_gamma": 0.03}
+
+
+@pytest.mark.parametrize("name", ["adan", "mars"])
+def test_asynchronous_training_through_the_launcher(name):
+    job = run_torchrun(2, gpt_args(**ASYNCHRONOUS, **PIPELINE, optimizer=name), launcher="plugin")
+    losses = job.loss_values
+    assert len(losses) == 5
+    assert losses[5] < losses[1]  # not a number is not printed at all
+    shown = dict(re.findall(r"^ +(\w+) \.+ (\S+)$", job.stdout, flags=re.MULTILINE))
+    assert (shown["optimizer"], shown["adan_beta1"], shown["mars_gamma"]) == (name, "0.97", "0.03")
+
+
+def test_asynchronous_normuon_resumes_exactly(tmp_path):
+    saving = {"save": tmp_path, "save_interval": 3}
+    whole = run_torchrun(
+        1, gpt_args(**ASYNCHRONOUS, **saving, optimizer="normuon"), launcher="plugin"
+    )
+    rest = run_torchrun(
+        1,
+        gpt_args(**ASYNCHRONOUS, load=tmp_path, ckpt_step=3, optimizer="normuon"),
+        launcher="plugin",
+    )
+    # In the log of an iteration is the norm of the last completed update.
+    assert rest.grad_norms == [entry for entry in whole.grad_norms if entry[0] > 3]
+    assert len(rest.grad_norms) == 2
+    assert rest.losses[0] == whole.losses[3]
+    assert rest.loss_values[5] == pytest.approx(whole.loss_values[5], abs=2e-6)
 
 
 def test_defaults_are_the_published_ones():
