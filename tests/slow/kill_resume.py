@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -222,6 +223,7 @@ def main() -> int:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     draw = random.Random(args.seed)
+    warnings.simplefilter("ignore")
     _import_once()
     root = Path(tempfile.mkdtemp(prefix="megatron-async-kill-"))
     reference = Attempt(root / "reference", None, "torch")
@@ -251,7 +253,7 @@ def main() -> int:
                 kill = Kill(
                     seconds=draw.uniform(0, 0.1 if format == "torch" else 1.5)
                     if saving
-                    else draw.uniform(0.2 * usual, usual),
+                    else draw.uniform(0.4 * usual, 1.1 * usual),
                     save=draw.randrange(3) if saving else None,
                     first=draw.randrange(RANKS),
                     others_after=draw.uniform(0, 0.2),
