@@ -77,6 +77,7 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
             Step("corrected", {**corrected, **silent, **saves("corrected", exit_interval=3)}),
             Step("uninterrupted", {**corrected, **evaluating}),
             Step("plain evaluates", {**TORCH, **silent, **loads("corrected"), "skip_train": True}),
+            Step("evaluates", {**corrected, **silent, **loads("corrected"), "skip_train": True}),
             Step("plain goes on", {**TORCH, **loads("corrected")}),
             Step("default", {**TORCH, "pipeline_schedule": "default", **loads("corrected")}),
             Step("off", {**ASYNC, **TORCH, **loads("corrected")}),
@@ -227,6 +228,7 @@ def test_an_asynchronous_checkpoint_is_megatrons_own_of_the_newest_version(
     assert done == 3
     # The validation set comes first, then the test set.
     assert one_rank["plain evaluates"].validation[0] == (0, expected)
+    assert one_rank["evaluates"].validation == one_rank["plain evaluates"].validation
     goes_on = one_rank["plain goes on"]
     assert list(goes_on.by_iteration) == [4, 5, 6, 7]
     assert all(math.isfinite(loss) for loss in goes_on.losses)

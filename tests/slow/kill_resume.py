@@ -25,6 +25,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import PRETRAIN_GPT, REPOSITORY, Value, gpt_args
@@ -198,6 +200,9 @@ def _be_a_rank(rank: int, port: int, log: Path, argv: Sequence[str]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        # Checkpoints leave a process behind, which a normal exit would end.
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
         os._exit(code)
 
 
