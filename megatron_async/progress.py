@@ -32,6 +32,7 @@ class ProgressBar:
         self._shown_at = float("-inf")
         self._length = 0
         self._line = ""
+        self._shown = ""
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -56,7 +57,7 @@ class ProgressBar:
 
     def close(self) -> None:
         """Show the last state and end the line."""
-        if self._line:
+        if self._line != self._shown:
             self._show()
         if self._on_terminal:
             self._stream.write("\n")
@@ -64,6 +65,7 @@ class ProgressBar:
 
     def _show(self) -> None:
         self._shown_at = time.monotonic()
+        self._shown = self._line
         if self._on_terminal:
             self._stream.write("\r" + self._line.ljust(self._length))
             self._length = len(self._line)

@@ -1,0 +1,150 @@
+"""A torchrun job on this machine's CPU ranks: started, followed line by line, always ended."""
+
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import psutil
+
+__all__ = ["Job", "JobError"]
+
+_GRACE_S = 10.0
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception)\b.*|megatron_async: .*)")
+
+
+class JobError(Exception):
+    """The job failed or hung; the message names its log."""
+
+
+class Job:
+    """Runs ``torchrun ARGUMENTS`` and copies what it prints to a file.
+
+    The job has no standard input, and one thread a rank. Leaving the context ends the job and every
+    process that it started.
+
+    Args:
+        arguments: what torchrun runs: a script, or ``-m`` and a module, and its arguments.
+        ranks: how many processes.
+        log: the file to write.
+        silence_s: how long the job may print nothing before it counts as hanging, in seconds.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], *, ranks: int, log: Path, silence_s: float
+    ) -> None:
+        # Rendezvous on a port that torchrun itself binds, reached over the loopback device: neither
+        # a free port nor the host's name has to be found.
+        rendezvous = ("--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks))
+        self._command = [
+            *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
+            *arguments,
+        ]
+        self._log = log
+        self._silence_s = silence_s
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> "Job":
+        self._process = subprocess.Popen(
+            self._command,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        reader.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._process.poll() is None:
+            _end(self._process.pid)
+            self._process.wait()
+
+    def follow(self) -> Iterator[str]:
+        """Yield the job's lines as they come, until it has ended.
+
+        Raises:
+            JobError: it failed, or printed nothing for too long.
+        """
+        problem = ""
+        with self._log.open("wb") as log:
+            log.write((" ".join(self._command) + "\n").encode())
+            while (line := self._next()) is not None:
+                log.write(line)
+                log.flush()
+                text = line.decode(errors="replace").rstrip("\n")
+                match = _ERROR.match(text)
+                problem = problem or (match[1] if match else "")
+                yield text
+        code = self._process.wait()
+        if code:
+            raise JobError(
+                f"the run failed with exit code {code}: {problem or 'no error message was found'}\n"
+                f"Its whole output is in {self._log}."
+            )
+
+    def _read(self, output: BinaryIO) -> None:
+        for line in output:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _next(self) -> bytes | None:
+        try:
+            return self._lines.get(timeout=self._silence_s)
+        except queue.Empty:
+            raise JobError(
+                f"the run printed nothing for {self._silence_s:.0f} s and was ended; see "
+                f"{self._log}."
+            ) from None
+
+
+def _environment() -> dict[str, str]:
+    # A caller that runs under torchrun itself would hand its own rank down.
+    of_a_rank = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC_", "MASTER_")) and name not in of_a_rank
+    }
+    return {
+        "GLOO_SOCKET_IFNAME": "lo",
+        **inherited,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _end(pid: int) -> None:
+    """End a process and all below it; torchrun's ranks are sessions of their own."""
+    try:
+        root = psutil.Process(pid)
+        family = [*root.children(recursive=True), root]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.terminate()
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(family, timeout=_GRACE_S)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=_GRACE_S)
