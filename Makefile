@@ -1,5 +1,6 @@
 # Every target works alone on a fresh clone: what needs the environment makes it first.
 SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,14 +18,16 @@ help:
 	@echo 'make lint       ruff, mypy and bash -n'
 	@echo 'make format     let ruff mend what it can'
 	@echo 'make bench      the benchmarks in their quick form'
-	@echo 'make clean      remove caches and runs/; make distclean also removes $(VENV)'
+	@echo 'make clean      remove caches and runs/demo; make distclean also removes $(VENV)'
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@python="$$(bash scripts/find-python.sh)" || exit 1; \
 	if ! [ -x $(BIN)/python ]; then echo "Making $(VENV) with $$python"; "$$python" -m venv $(VENV); fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo 'Installing into $(VENV), which takes some minutes the first time'
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+		| sed '/already satisfied/d'
 	@touch $@
 
 demo: $(STAMP)
@@ -52,7 +55,7 @@ bench: $(STAMP)
 		echo "== $$benchmark --quick"; $(BIN)/python "$$benchmark" --quick $(ARGS) || exit 1; done
 
 clean:
-	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf runs/demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
