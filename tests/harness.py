@@ -15,6 +15,7 @@ The numbers in Megatron's log lines:
 """
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -25,6 +26,8 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
 import psutil
 import pytest
@@ -37,6 +40,7 @@ __all__ = [
     "RunResult",
     "gpt_args",
     "read_scalars",
+    "run_python",
     "run_torchrun",
     "stop",
     "unaveraged",
@@ -307,6 +311,23 @@ def run_torchrun(
     if check and returncode != 0:
         pytest.fail(result.describe(), pytrace=False)
     return result
+
+
+def run_python(code: str, *argv: str, path: Path | None = None) -> Any:
+    """Run ``code`` in a process of its own; return the JSON that its last line prints."""
+    environment = _environment()
+    if path is not None:
+        environment["PYTHONPATH"] += f"{os.pathsep}{path}"
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", dedent(code), *argv],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _environment() -> dict[str, str]:
