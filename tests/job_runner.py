@@ -17,6 +17,7 @@ JOBS.json is a list of objects:
 """
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -258,12 +259,19 @@ def main() -> None:
     from megatron_async import cpu_backend
 
     cpu_backend.install()
-    # What a job imports; nothing here may start a thread.
-    import megatron.training.training  # noqa: F401
-
-    import megatron_async.engine
-    import megatron_async.scripts.pretrain_gpt
-    import megatron_async.validation  # noqa: F401
+    # What a job imports takes longer than what it does. Nothing here may start a thread.
+    for module in (
+        "torch._dynamo",
+        "megatron.training.training",
+        "megatron.core.datasets.helpers_cpp",
+        "megatron.core.models.mimo",
+        "megatron.core.tokenizers.text.text_tokenizer",
+        "megatron_async.checkpointing",
+        "megatron_async.hooks",
+        "megatron_async.scripts.pretrain_gpt",
+        "megatron_async.startup",
+    ):
+        importlib.import_module(module)
 
     for number, job in enumerate(jobs):
         pid = os.fork()
