@@ -1,6 +1,7 @@
 """The command ``megatron-async``: the tools beside the training itself."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -51,12 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-async: {problem}\n\n{_usage()}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[argv[0]]
+    # As an exception, so that commands end the processes that they have started.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Imported here: most commands do without torch or Megatron, which take seconds to import.
     try:
         return int(importlib.import_module(module).main(argv[1:]))
     except KeyboardInterrupt:
         print(f"\nmegatron-async {argv[0]}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The demo: reading logs, reporting, running jobs, and the whole of it at a tiny size."""
 
 import csv
+import signal
 import subprocess
 import sys
 import time
@@ -226,6 +227,24 @@ def test_output_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "taken").touch()
     assert demo.main(["--output", str(tmp_path / "taken")]) == 1
     assert "File exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_stopped_demo_leaves_no_process(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_async.cli", "demo", "--output", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        parent = psutil.Process(process.pid)
+        log = tmp_path / "synchronous.log"
+        while not log.exists() or len(parent.children(recursive=True)) < 3:  # torchrun, two ranks
+            assert process.poll() is None
+            time.sleep(0.1)
+        started = parent.children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(timeout=120) == code
+        _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == []
 
 
 @pytest.mark.slow
