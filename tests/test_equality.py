@@ -164,7 +164,7 @@ CASES = [
             "pp4": "d",
             "dp2": "dU",
             "pp2-dp2": "DU",
-            "tp2": "dU",
+            "tp2": "DU",
             "pp2-tp2-sp": "DU",
         },
         **MUON,
