@@ -247,13 +247,13 @@ def main() -> int:
         format = args.format[run % len(args.format)]
         place = root / f"run{run}"
         seen: dict[int, set[str]] = {}
-        attempts = 0
+        attempts = kills_here = 0
         story = []
         while True:
             attempt = Attempt(place / f"attempt{attempts}", place / "checkpoints", format)
             attempts += 1
             kill = None
-            if attempts <= args.most_kills:
+            if kills_here < args.most_kills:
                 saving = draw.random() < 0.5
                 kill = Kill(
                     seconds=draw.uniform(0, 0.1 if format == "torch" else 1.5)
@@ -267,8 +267,14 @@ def main() -> int:
             killed = attempt.wait(kill)
             for iteration, loss in attempt.losses.items():
                 seen.setdefault(iteration, set()).add(loss)
-            if not killed:
+            if not killed and kills_here:
                 break
+            if not killed:
+                # It was faster than the kill, and there is nothing to see. Once more, from its
+                # start.
+                shutil.rmtree(place / "checkpoints")
+                continue
+            kills_here += 1
             kills += 1
             in_saves += kill is not None and kill.save is not None
             done = max(attempt.losses, default=0)
@@ -276,7 +282,7 @@ def main() -> int:
         exact = seen == {iteration: {loss} for iteration, loss in expected.items()}
         good += exact
         print(
-            f"run {run:2d} ({format}): killed behind iterations {', '.join(story) or '-'}; "
+            f"run {run:2d} ({format}): killed behind iterations {', '.join(story)}; "
             f"{'every loss equal' if exact else 'LOSSES DIFFER'}",
             flush=True,
         )
