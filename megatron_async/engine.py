@@ -247,8 +247,9 @@ class Engine:
                     self.complete_update()
         self.pipeline.closing = []
         self._select_gradients_to_zero()
-        if self.weights.before_use is None:
-            # Whoever looks at the model between two iterations sees the newest complete version.
+        if self.weights.before_use is None or not self.pipeline.filled:
+            # Whoever looks at the model between two iterations sees the newest complete version,
+            # and after the last one also what was still being gathered.
             self.weights.select(self.weights.newest)
         report = self.last_report
         if report is None:

@@ -160,7 +160,7 @@ CASES = [
         "muon",
         {
             "pp1": "U",
-            "pp2": "du",
+            "pp2": "dU",
             "pp4": "d",
             "dp2": "dU",
             "pp2-dp2": "DU",
@@ -173,8 +173,8 @@ CASES = [
     *_cases("per-token", {"pp1": "U", "pp2": "dU", "pp2-dp2-distopt": "Du"}, **PER_TOKEN),
     *_cases("per-token-tp", {"pp2-tp2-sp": "DU"}, **PER_TOKEN),
     *_cases("corrected-adam", {"pp1": "U", "pp2": "d", "pp2-dp2-distopt": "d"}, **CORRECTED),
-    *_cases("corrected-muon", {"pp1": "U", "pp2": "d"}, **MUON, **CORRECTED),
-    *_cases("adam-bf16", {"pp2": "d", "dp2-distopt": "d", "pp4": "D"}, **BF16, bf16=True),
+    *_cases("corrected-muon", {"pp1": "U", "pp2": "D"}, **MUON, **CORRECTED),
+    *_cases("adam-bf16", {"pp2": "d", "dp2-distopt": "D", "pp4": "D"}, **BF16, bf16=True),
     *_cases(
         "muon-bf16", {"pp2": "D", "pp2-dp2-distopt": "dU", "dp2": "D"}, **BF16, **MUON, bf16=True
     ),
@@ -184,7 +184,7 @@ CASES = [
         for case in _cases("moe", {"dp2": "DU", "pp2-dp2-distopt": "DU"}, model="moe", **EXPERTS)
     ),
     *_cases("sgd", {"pp2": "D"}, optimizer="sgd", lr=0.3),
-    *_cases("lion", {"pp2": "d"}, optimizer="lion", lr=3e-4),
+    *_cases("lion", {"pp2": "D"}, optimizer="lion", lr=3e-4),
     *_cases("soap", {"pp2": "D"}, optimizer="soap"),
     *_cases("adaptive-muon", {"pp2": "D"}, **{**MUON, "optimizer": "adaptive_muon"}),
     *_cases("zeros", {"pp2-dp2-distopt": "D", "pp2": "U"}, log_num_zeros_in_grad=True),

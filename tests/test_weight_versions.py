@@ -247,16 +247,18 @@ class MixUp:
     flags: tuple[tuple[str, Value], ...]
 
     def job(self, broken: str | None) -> Job:
-        return job(self.ranks, broken=broken, **{**ASYNC, **dict(self.flags)})
+        # Where nothing is broken, a job of test_equality.py.
+        return job(self.ranks, broken=broken, **{**ASYNC, "clip_grad": 0.5, **dict(self.flags)})
 
     @property
     def jobs(self) -> tuple[Job, Job]:
         return self.job(None), self.job(self.broken)
 
 
-def _mix_up(broken: str, ranks: int, **flags: Value) -> object:
+def _mix_up(broken: str, ranks: int, *, slow: bool = False, **flags: Value) -> object:
     case = MixUp(broken, ranks, tuple(flags.items()))
-    return pytest.param(case, id=f"{broken}-{'-'.join(flags) or 'plain'}")
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(case, id=f"{broken}-{'-'.join(flags) or 'plain'}", marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +266,9 @@ def _mix_up(broken: str, ranks: int, **flags: Value) -> object:
     [
         _mix_up("parameters", 1),
         _mix_up("parameters", 2, **PIPELINE),
-        _mix_up("parameters", 2, **DISTRIBUTED),
+        _mix_up("parameters", 2, slow=True, **DISTRIBUTED),
         _mix_up("flat buffers", 2, **DISTRIBUTED),
-        _mix_up("flat buffers", 2, **DISTRIBUTED, bf16=True),
+        _mix_up("flat buffers", 2, slow=True, **DISTRIBUTED, bf16=True),
         _mix_up("cached shards", 2, **DISTRIBUTED),
         # The optimizer writes the new weights into the buffer that microbatches in flight use.
         _mix_up("optimizer's shards", 2, **PIPELINE, **DISTRIBUTED),
