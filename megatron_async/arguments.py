@@ -10,11 +10,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from megatron_async.corrections.catalogue import CATALOGUE, CorrectionKind
+
 __all__ = [
     "CORRECTIONS",
     "DEFAULTS",
     "DEFAULT_SCHEDULE",
     "NO_CORRECTION",
+    "PIPEDREAM",
     "SCHEDULES",
     "AsyncConfig",
     "add_arguments",
@@ -24,9 +27,11 @@ __all__ = [
 ]
 
 DEFAULT_SCHEDULE: Final = "default"
+PIPEDREAM: Final = "pipedream"
+"""The schedule with weight stashing, whose delay differs between the stages."""
 NO_CORRECTION: Final = "none"
-SCHEDULES: Final[tuple[str, ...]] = (DEFAULT_SCHEDULE, "pipedream-2bw")
-CORRECTIONS: Final[tuple[str, ...]] = (NO_CORRECTION, "error-feedback")
+SCHEDULES: Final[tuple[str, ...]] = (DEFAULT_SCHEDULE, "pipedream-2bw", PIPEDREAM)
+CORRECTIONS: Final[tuple[str, ...]] = (NO_CORRECTION, *CATALOGUE)
 
 # dest -> default of every flag. Megatron-only namespaces lack the attributes; they count as these.
 DEFAULTS: Final[dict[str, object]] = {
@@ -34,8 +39,11 @@ DEFAULTS: Final[dict[str, object]] = {
     "pipeline_schedule": DEFAULT_SCHEDULE,
     "delay_correction": NO_CORRECTION,
     "delay_correction_strength": 1.0,
+    "delay_correction_adaptive_strength": False,
+    "delay_correction_momentum": 0.99,
     "async_start_iteration": 0,
-    "deferred_update": None,  # None: on with every asynchronous schedule
+    "deferred_update": None,  # None: on with every asynchronous schedule but pipedream
+    "emulate_pipeline_stages": None,
     "grad_norm_scope": "global",
     "log_pipeline_bubble": False,
     "second_grad_buffer": False,
@@ -76,16 +84,18 @@ def add_arguments(
         metavar="NAME",
         help="Pipeline schedule. 'default' is Megatron's own choice between no pipelining, 1F1B "
         "and interleaved 1F1B; 'pipedream-2bw' runs without a pipeline flush, on weights that "
-        f"are one update old. One of: {', '.join(schedules)}.",
+        "are one update old; 'pipedream' stashes weights, so that stage s of p has a delay of "
+        f"p - 1 - s updates, and is there for comparisons. One of: {', '.join(schedules)}.",
     )
     group.add_argument(
         "--delay-correction",
         type=str,
         default=DEFAULTS["delay_correction"],
         metavar="NAME",
-        help="Correction of the update for the delay of its gradient. 'error-feedback' adds the "
-        "difference between this update and the last one; it keeps one buffer of the main "
-        f"parameters' size. One of: {', '.join(corrections)}.",
+        help="Correction of the update for the delay of its gradient. "
+        + "; ".join(f"'{kind.name}' {kind.summary}" for kind in CATALOGUE.values())
+        + ". Each keeps one buffer of the main parameters' size. "
+        f"One of: {', '.join(corrections)}.",
     )
     group.add_argument(
         "--delay-correction-strength",
@@ -93,6 +103,20 @@ def add_arguments(
         default=DEFAULTS["delay_correction_strength"],
         metavar="LAMBDA",
         help="Factor of the delay correction. 0 leaves the update as it is.",
+    )
+    group.add_argument(
+        "--delay-correction-adaptive-strength",
+        action="store_true",
+        help="Adapt the strength to each element and update, with --delay-correction-strength as "
+        "the scale. Error feedback then looks ahead only as far as successive updates agree; delay "
+        "compensation divides by the gradient's root mean square. Takes one more buffer.",
+    )
+    group.add_argument(
+        "--delay-correction-momentum",
+        type=float,
+        default=DEFAULTS["delay_correction_momentum"],
+        metavar="GAMMA",
+        help="Momentum of --delay-correction nesterov.",
     )
     group.add_argument(
         "--async-start-iteration",
@@ -106,8 +130,19 @@ def add_arguments(
         action=argparse.BooleanOptionalAction,
         default=DEFAULTS["deferred_update"],
         help="Complete the optimizer step of a batch while the next batch is computed, so that no "
-        "stage waits for a collective across stages. On by default with an asynchronous schedule; "
-        "--no-deferred-update keeps the step at the end of the iteration.",
+        "stage waits for a collective across stages. On by default with pipedream-2bw; "
+        "--no-deferred-update keeps the step at the end of the iteration, as pipedream always "
+        "does.",
+    )
+    group.add_argument(
+        "--emulate-pipeline-stages",
+        type=int,
+        default=DEFAULTS["emulate_pipeline_stages"],
+        metavar="P",
+        help="With --pipeline-schedule pipedream and one pipeline stage: give each layer the delay "
+        "that it would have in a pipeline of P stages, so that such a pipeline's training can be "
+        "studied on one device. Changes nothing with pipedream-2bw, whose delay is one update for "
+        "any number of stages.",
     )
     group.add_argument(
         "--grad-norm-scope",
@@ -157,18 +192,21 @@ class AsyncConfig:
     """The settings, once Megatron's arguments are parsed.
 
     ``deferred_update`` is resolved here: where neither form of the flag was given it is on with an
-    asynchronous schedule and off with Megatron's.
+    asynchronous schedule other than pipedream and off with Megatron's.
     """
 
     cpu: bool = False
     schedule: str = DEFAULT_SCHEDULE
     correction: str = NO_CORRECTION
     correction_strength: float = 1.0
+    correction_adapts: bool = False
+    correction_momentum: float = 0.99
     start_iteration: int = 0
     deferred_update: bool = False
     grad_norm_scope: str = "global"
     log_bubble: bool = False
     second_grad_buffer: bool = False
+    emulated_stages: int | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
@@ -177,17 +215,20 @@ class AsyncConfig:
             dest: getattr(args, dest, default) for dest, default in DEFAULTS.items()
         }
         deferred = values["deferred_update"]
-        asynchronous = values["pipeline_schedule"] != DEFAULT_SCHEDULE
+        deferrable = values["pipeline_schedule"] not in (DEFAULT_SCHEDULE, PIPEDREAM)
         return cls(
             cpu=values["cpu"],
             schedule=values["pipeline_schedule"],
             correction=values["delay_correction"],
             correction_strength=values["delay_correction_strength"],
+            correction_adapts=values["delay_correction_adaptive_strength"],
+            correction_momentum=values["delay_correction_momentum"],
             start_iteration=values["async_start_iteration"],
-            deferred_update=asynchronous if deferred is None else deferred,
+            deferred_update=deferrable if deferred is None else deferred,
             grad_norm_scope=values["grad_norm_scope"],
             log_bubble=values["log_pipeline_bubble"],
             second_grad_buffer=values["second_grad_buffer"],
+            emulated_stages=values["emulate_pipeline_stages"],
         )
 
     @property
@@ -196,9 +237,24 @@ class AsyncConfig:
         return self.schedule != DEFAULT_SCHEDULE
 
     @property
+    def emulating(self) -> bool:
+        """Whether one pipeline stage trains with the delays of several."""
+        return self.schedule == PIPEDREAM and self.emulated_stages is not None
+
+    @property
     def corrected(self) -> bool:
         """Whether a delay correction is on."""
         return self.correction != NO_CORRECTION
+
+    @property
+    def correction_kind(self) -> CorrectionKind | None:
+        """What is known of the correction; None without one, or with an unknown one."""
+        return CATALOGUE.get(self.correction)
+
+    @property
+    def correction_label(self) -> str:
+        """The correction and what decides which buffers it keeps."""
+        return f"{self.correction}{' with adaptive strength' if self.correction_adapts else ''}"
 
 
 def set_defaults(args: argparse.Namespace) -> list[str]:
@@ -214,6 +270,11 @@ def set_defaults(args: argparse.Namespace) -> list[str]:
     if not config.asynchronous:
         return []
     notices: list[str] = []
+    if config.schedule == PIPEDREAM and args.deferred_update is None:
+        notices.append(
+            f"--no-deferred-update is set: with --pipeline-schedule {PIPEDREAM} the last stage has "
+            "no delay, so its next forward needs the update."
+        )
     args.deferred_update = config.deferred_update
     if args.rerun_mode == "validate_results":
         # Megatron's default: one all-reduce over all ranks in each iteration, to decide whether to
