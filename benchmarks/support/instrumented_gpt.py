@@ -53,6 +53,9 @@ class Record:
     """How long each forward took, without the added sleep."""
     backward: list[float] = dataclasses.field(default_factory=list)
     optimizer: list[float] = dataclasses.field(default_factory=list)
+    step: list[float] = dataclasses.field(default_factory=list)
+    """How long each of Megatron's ``optimizer.step()`` took: norm, clipping, the optimizer, and
+    waiting for the other ranks. Empty where a schedule puts its own in that place."""
     collectives: int = 0
     """Data-parallel collectives that were delayed."""
     tensor_bytes: int = 0
@@ -67,6 +70,7 @@ def main() -> None:
     _pace(settings, record)
     _delay_collectives(settings, record)
     _mark_iterations(settings, record)
+    _time_step(record)
     if not settings.update:
         _leave_out_updates()
     if settings.complete_after_receive:
@@ -120,6 +124,12 @@ def _pace(settings: Settings, record: Record) -> None:
     ):
         if "step_with_ready_grads" in vars(kind):
             kind.step_with_ready_grads = outermost.wrap(kind.step_with_ready_grads)
+
+
+def _time_step(record: Record) -> None:
+    from megatron.core.optimizer import optimizer
+
+    optimizer.ChainedOptimizer.step = _paced(optimizer.ChainedOptimizer.step, None, record.step)
 
 
 class _Outermost:

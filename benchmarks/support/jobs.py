@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ __all__ = ["SKIPPED", "JobError", "Measurement", "gpt_flags", "run_job", "train_
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("instrumented_gpt.py")
 
-SKIPPED = 3
+SKIPPED = 6
 """Iterations before the measured ones: the pipeline fills, allocators and caches warm up."""
 
 
@@ -43,8 +44,12 @@ class Measurement:
     @property
     def seconds(self) -> float:
         """Mean time of a measured iteration."""
-        times = self.iteration_seconds
-        return sum(times) / len(times)
+        return statistics.mean(self.iteration_seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        """Median time of a measured iteration: what a hiccup of the machine does not change."""
+        return statistics.median(self.iteration_seconds)
 
 
 def train_iters(iterations: int) -> int:
