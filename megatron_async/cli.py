@@ -1,6 +1,7 @@
 """The command ``megatron-async``: the tools beside the training itself."""
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "demo": ("megatron_async.demo", "train a small GPT three ways on two CPU ranks"),
     "data": ("megatron_async.data", "write text as Megatron's .bin/.idx files"),
+    "study": ("megatron_async.study.command", "what a delay costs: a grid of trainings, a report"),
     "plan": ("megatron_async.planning.plan", "memory and time of a model and layout"),
     "timeline": ("megatron_async.planning.timeline", "draw a schedule's order of actions"),
     "doctor": ("megatron_async.doctor", "check the installation and say what to fix"),
@@ -56,7 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Imported here: most commands do without torch or Megatron, which take seconds to import.
     try:
-        return int(importlib.import_module(module).main(argv[1:]))
+        status = int(importlib.import_module(module).main(argv[1:]))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # As after `megatron-async plan | head`. The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"\nmegatron-async {argv[0]}: interrupted", file=sys.stderr)
         return 130

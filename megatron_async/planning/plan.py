@@ -8,7 +8,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TextIO
 
-from megatron_async.planning.candidates import TITLES, build_lists
+from megatron_async.corrections.catalogue import CATALOGUE
+from megatron_async.planning.candidates import (
+    TITLES,
+    build_lists,
+    delays_of,
+    iterations_to_settle,
+)
 from megatron_async.planning.memory import (
     Layout,
     ModelShape,
@@ -20,9 +26,6 @@ from megatron_async.planning.memory import (
 from megatron_async.schedules.simulator import Costs, simulate
 
 __all__ = ["Prediction", "forward_flops", "main", "predict"]
-
-_ITERATIONS = 16
-"""Enough to be in the steady state for any number of stages: the simulation's first third fills."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ def predict(
             schedule,
             stages=stages,
             microbatches=microbatches,
-            iterations=_ITERATIONS,
+            iterations=iterations_to_settle(schedule, stages=stages),
             chunks=chunks,
         )
     except ValueError as error:
@@ -123,10 +126,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-async plan",
         description="Predict time per iteration and memory per stage of Megatron's synchronous "
-        "schedules and of PipeDream-2BW, by simulating their action lists. Nothing is trained.",
+        "schedules, of PipeDream-2BW and of PipeDream, by simulating their action lists. Nothing "
+        "is trained.",
     )
-    parser.add_argument("--stages", type=int, required=True, help="pipeline stages p")
-    parser.add_argument("--microbatches", type=int, required=True, help="microbatches per batch m")
+    parser.add_argument(
+        *("--pipeline-model-parallel-size", "--stages"),
+        dest="stages",
+        type=int,
+        required=True,
+        metavar="P",
+        help="pipeline stages",
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        required=True,
+        metavar="M",
+        help="microbatches per batch: global batch / (micro batch * data parallel size)",
+    )
     parser.add_argument(
         "--chunks", type=int, default=2, help="model chunks per stage of interleaved 1F1B"
     )
@@ -149,39 +166,90 @@ def _parser() -> argparse.ArgumentParser:
         "point operations a second that training really reaches, not the peak of the data sheet)",
     )
     model = parser.add_argument_group("model", "Megatron's flags of the same meaning.")
-    model.add_argument("--layers", type=int)
+    model.add_argument("--num-layers", "--layers", dest="layers", type=int, help="of the model")
     model.add_argument(
         "--layers-per-stage", type=int, nargs="+", metavar="N", help="an uneven split"
     )
-    model.add_argument("--hidden-size", type=int)
-    model.add_argument("--heads", type=int, help="attention heads")
-    model.add_argument("--query-groups", type=int)
-    model.add_argument("--kv-channels", type=int)
-    model.add_argument("--ffn-hidden-size", type=int)
-    model.add_argument("--swiglu", action="store_true")
-    model.add_argument("--disable-bias-linear", action="store_true")
-    model.add_argument("--rms-norm", action="store_true")
+    model.add_argument("--hidden-size", type=int, help="transformer width")
+    model.add_argument(
+        "--num-attention-heads", "--heads", dest="heads", type=int, help="attention heads"
+    )
+    model.add_argument(
+        *("--num-query-groups", "--query-groups"),
+        dest="query_groups",
+        type=int,
+        help="key and value heads (default: as many as attention heads)",
+    )
+    model.add_argument("--kv-channels", type=int, help="width of a head (default: hidden / heads)")
+    model.add_argument("--ffn-hidden-size", type=int, help="as Megatron has it by default")
+    model.add_argument("--swiglu", action="store_true", help="gated MLP: a third matrix")
+    model.add_argument("--disable-bias-linear", action="store_true", help="no biases")
+    model.add_argument("--rms-norm", action="store_true", help="--normalization RMSNorm")
     model.add_argument("--rotary", action="store_true", help="no learned position embeddings")
-    model.add_argument("--untied", action="store_true", help="output layer with its own weight")
+    model.add_argument(
+        *("--untie-embeddings-and-output-weights", "--untied"),
+        dest="untied",
+        action="store_true",
+        help="output layer with its own weight",
+    )
     model.add_argument("--vocab-size", type=int, default=50304, help="after padding")
-    model.add_argument("--seq-length", type=int, default=2048)
-    model.add_argument("--experts", type=int)
-    model.add_argument("--experts-per-token", type=int, default=2)
+    model.add_argument("--seq-length", type=int, default=2048, help="tokens (default 2048)")
+    model.add_argument(
+        "--num-experts", "--experts", dest="experts", type=int, help="of each MoE layer"
+    )
+    model.add_argument(
+        *("--moe-router-topk", "--experts-per-token"),
+        dest="experts_per_token",
+        type=int,
+        default=2,
+        help="experts per token (default 2)",
+    )
     run = parser.add_argument_group("training")
-    run.add_argument("--micro-batch-size", type=int, default=1)
-    run.add_argument("--tensor-parallel", type=int, default=1)
-    run.add_argument("--data-parallel", type=int, default=1)
-    run.add_argument("--expert-parallel", type=int, default=1)
-    run.add_argument("--sequence-parallel", action="store_true")
-    run.add_argument("--distributed-optimizer", action="store_true")
-    run.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    run.add_argument("--optimizer", choices=("adam", "muon", "lion", "sgd"), default="muon")
+    run.add_argument("--micro-batch-size", type=int, default=1, help="sequences (default 1)")
+    run.add_argument(
+        *("--tensor-model-parallel-size", "--tensor-parallel"),
+        dest="tensor_parallel",
+        type=int,
+        default=1,
+        help="ranks that share a layer (default 1)",
+    )
+    run.add_argument("--data-parallel", type=int, default=1, help="replicas (default 1)")
+    run.add_argument(
+        *("--expert-model-parallel-size", "--expert-parallel"),
+        dest="expert_parallel",
+        type=int,
+        default=1,
+        help="ranks that share the experts (default 1)",
+    )
+    run.add_argument("--sequence-parallel", action="store_true", help="with tensor parallelism")
+    run.add_argument(
+        *("--use-distributed-optimizer", "--distributed-optimizer"),
+        dest="distributed_optimizer",
+        action="store_true",
+        help="optimizer state sharded over the replicas",
+    )
+    run.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="(default bf16)")
+    run.add_argument(
+        "--optimizer",
+        choices=("adam", "muon", "lion", "sgd"),
+        default="muon",
+        help="what state it keeps (default muon)",
+    )
     run.add_argument("--recompute", action="store_true", help="full activation recompute")
     run.add_argument(
         "--unfused-attention", action="store_true", help="attention scores are kept in memory"
     )
-    run.add_argument("--delay-correction", action="store_true")
-    run.add_argument("--second-grad-buffer", action="store_true")
+    run.add_argument(
+        "--delay-correction",
+        nargs="?",
+        choices=tuple(CATALOGUE),
+        const="error-feedback",
+        help="its buffers are counted",
+    )
+    run.add_argument(
+        "--delay-correction-adaptive-strength", action="store_true", help="one more buffer"
+    )
+    run.add_argument("--second-grad-buffer", action="store_true", help="one more set of gradients")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table as CSV")
     return parser
 
@@ -310,6 +378,13 @@ def _print_times(
         print(f"\n{problem}", file=out)
 
 
+def _correction_buffers(args: argparse.Namespace) -> int:
+    if args.delay_correction is None:
+        return 0
+    kind = CATALOGUE[args.delay_correction]
+    return kind.buffers_with(adaptive_strength=args.delay_correction_adaptive_strength)
+
+
 def _memory(
     prediction: Prediction, shape: ModelShape, layout: Layout, args: argparse.Namespace
 ) -> list[StageMemory]:
@@ -320,24 +395,25 @@ def _memory(
         recompute=args.recompute,
         fused_attention=not args.unfused_attention,
     )
-    if prediction.schedule.startswith("pipedream-2bw"):
+    if prediction.schedule.startswith("pipedream"):
         storage = replace(
             storage,
             asynchronous=True,
             deferred_update=prediction.schedule == "pipedream-2bw",
-            correction=args.delay_correction,
+            correction_buffers=_correction_buffers(args),
             second_grad_buffer=args.second_grad_buffer,
         )
+    delays = delays_of(prediction.schedule, stages=layout.stages)
     return [
         stage_memory(
             shape,
             layout,
-            storage,
+            replace(storage, other_versions=delay),
             stage=stage,
             micro_batch_size=args.micro_batch_size,
             in_flight=in_flight,
         )
-        for stage, in_flight in enumerate(prediction.in_flight)
+        for stage, (in_flight, delay) in enumerate(zip(prediction.in_flight, delays, strict=True))
     ]
 
 

@@ -33,13 +33,30 @@ class Facts:
     """Names that ``--delay-correction`` takes."""
     flags_given: bool = False
     """Whether the command line held a flag of this package, whatever became of it."""
+    adaptive_muon_runs: bool = True
+    """Whether Megatron's adaptive_muon fits the emerging-optimizers that is installed."""
 
     @classmethod
     def current(cls) -> Self:
         """Those of the Megatron that this process imports."""
         from megatron.core.package_info import __version__
 
-        return cls(megatron_version=__version__)
+        return cls(megatron_version=__version__, adaptive_muon_runs=_adaptive_muon_runs())
+
+
+def _adaptive_muon_runs() -> bool:
+    """Megatron 0.19 is written for emerging-optimizers 0.2.0, which is not on PyPI.
+
+    Its ``TensorParallelAdaptiveMuon`` skips the constructor of ``AdaptiveMuon``, which from 0.3 on
+    sets attributes that the step reads.
+    """
+    try:
+        from emerging_optimizers.orthogonalized_optimizers.adaptive_muon import AdaptiveMuon
+        from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon
+    except ImportError:
+        return True
+    sets = TensorParallelAdaptiveMuon.__init__.__code__.co_names
+    return not hasattr(AdaptiveMuon, "_apply_muon_scale") or "scale_mode" in sets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from megatron_async.validation.rule import Rule, dest_of, given, rule
+from megatron_async.validation.rule import Rule, Scope, dest_of, given, rule
 
 __all__ = ["RULES"]
 
@@ -36,6 +36,36 @@ _OPTIMIZER = (
         "Leave it infinite.",
         when=lambda s: math.isfinite(s.get("grad_norm_skip_threshold", math.inf)),
         name="grad_norm_skip_threshold",
+    ),
+    rule(
+        "--optimizer",
+        "adaptive_muon of this Megatron fails in its first step with the emerging-optimizers that "
+        "is installed (it is written for 0.2.0)",
+        "Install NVIDIA-NeMo/Emerging-Optimizers at its tag v0.2.0, or use muon or normuon.",
+        when=lambda s: s.get("optimizer") == "adaptive_muon" and not s.facts.adaptive_muon_runs,
+        name="adaptive_muon",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--use-distributed-optimizer",
+        "with an optimizer other than sgd and adam it is Megatron's layer-wise one, which in fp32 "
+        "holds bare torch optimizers that nothing of the update's interface is around",
+        "Add --bf16, or drop it.",
+        when=lambda s: bool(s.get("use_layer_wise_distributed_optimizer")) and not s.get("bf16"),
+        name="layer_wise_fp32",
+    ),
+    rule(
+        "--optimizer",
+        "Megatron cannot save soap's state, which has not the parameters' shapes, in the format "
+        "torch_dist",
+        "Add --ckpt-format torch.",
+        when=lambda s: (
+            s.get("optimizer") == "soap"
+            and bool(s.get("save"))
+            and not s.get("no_save_optim")
+            and s.get("ckpt_format") == "torch_dist"
+        ),
+        name="soap_torch_dist",
     ),
     rule("--freeze-all-layers", "there is nothing to update", "Use the default schedule."),
 )
