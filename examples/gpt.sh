@@ -8,7 +8,7 @@
 #     DATA            data and tokenizer flags (default: mock data)
 #     OUTPUT          folder for checkpoints, TensorBoard and W&B (default: runs/MODEL)
 #     SCHEDULE        pipedream-2bw (default), or default for Megatron's synchronous 1F1B
-#     CORRECTION      error-feedback (default with pipedream-2bw), or none
+#     CORRECTION      error-feedback (default with pipedream-2bw), another one, or none
 #     OPTIMIZER       muon (default), adam, soap, lion, ...
 #     PIPELINE, TENSOR, MICRO_BATCH    instead of the model's own
 #     GPUS            GPUs a node (default: those that nvidia-smi lists, else 8)

@@ -31,8 +31,8 @@ from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import get_args, print_rank_0
 
 from megatron_async import __version__, engine, random_state
+from megatron_async.corrections.base import correction_of, drop_buffers
 from megatron_async.deferred_update import UpdateReport
-from megatron_async.delay_correction import STATE_KEY, correction_of
 from megatron_async.engine import Engine
 from megatron_async.weight_versions import inner_optimizers
 
@@ -159,7 +159,9 @@ def optimizer_state_keys(
     """
     keys = tuple(original(optimizer))
     correction = correction_of(optimizer.optimizer)
-    return (*keys, STATE_KEY) if correction is not None and correction.buffered else keys
+    if correction is None or not correction.buffered:
+        return keys
+    return (*keys, *correction.state_keys)
 
 
 class WholeTrackerFile:
@@ -238,8 +240,9 @@ def _counters(running: Engine) -> dict[str, Any]:
         "schedule": running.config.schedule,
         "batch": running.pipeline.batch,
         "newest_version": running.weights.newest,
-        "correction": running.config.correction if running.correction_started else None,
+        "correction": running.config.correction_label if running.correction_started else None,
         "correction_strength": running.config.correction_strength,
+        "correction_momentum": running.config.correction_momentum,
         "report": None if report is None else asdict(report),
     }
 
@@ -345,7 +348,7 @@ class _Loading:
         optimizer_saved = not getattr(saved_args, "no_save_optim", False)
         self._correction_loaded = (
             counters["correction"] is not None
-            and counters["correction"] == running.config.correction
+            and counters["correction"] == running.config.correction_label
             and optimizer_saved
             and not args.no_load_optim
         )
@@ -370,8 +373,7 @@ class _Loading:
             return
         if not self._correction_loaded:
             for leaf in inner_optimizers(self._optimizer):
-                for state in leaf.optimizer.state.values():
-                    state.pop(STATE_KEY, None)
+                drop_buffers(leaf.optimizer)
         if self.running is None:
             if self._counters is not None:
                 print_rank_0(f"megatron_async: {_leaving(self._counters)}")
@@ -412,16 +414,21 @@ class _Loading:
             f"{running.config.schedule} resumes at iteration {iteration + 1}, with weight versions "
             f"{newest - 1} and {newest}"
         )
-        was, now = counters["correction"], running.config.correction
+        was, now = counters["correction"], running.config.correction_label
         if self._correction_loaded:
             text += f", delay correction {now}"
-            before, after = counters["correction_strength"], running.config.correction_strength
-            if before != after:
-                text += f", strength {after} instead of {before} from the next update on"
+            for name in ("strength", "momentum"):
+                after = getattr(running.config, f"correction_{name}")
+                before = counters.get(f"correction_{name}", after)
+                if before != after:
+                    text += f", {name} {after} instead of {before} from the next update on"
         elif running.config.corrected:
-            text += (
-                f"; the delay correction {now} starts with the next update, which is not corrected"
-            )
+            text += f"; the delay correction {now} starts with the next update"
+            kind = running.config.correction_kind
+            if kind is not None and kind.needs_last_update:
+                text += ", which is not corrected"
+            if was not in (None, now):
+                text += f", and what {was} added last stays in the weights"
         elif was is not None:
             text += (
                 f"; the delay correction {was} is off from now on, and what it added last stays in "

@@ -20,8 +20,8 @@ from megatron.training import get_signal_handler
 
 from megatron_async import bubble, random_state
 from megatron_async.arguments import AsyncConfig
+from megatron_async.corrections import make_correction
 from megatron_async.deferred_update import DeferredUpdate, UpdateReport
-from megatron_async.delay_correction import ErrorFeedback
 from megatron_async.gradient_buffers import GradientBuffers
 from megatron_async.moe_metrics import MoEMetrics
 from megatron_async.schedules import make_pipeline
@@ -85,7 +85,13 @@ class Engine:
 
         self.weights = WeightVersions(self.model_chunk, optimizer)
         self.corrections = [
-            ErrorFeedback(leaf.optimizer, strength=self.config.correction_strength)
+            make_correction(
+                self.config.correction,
+                leaf.optimizer,
+                strength=self.config.correction_strength,
+                momentum=self.config.correction_momentum,
+                adaptive_strength=self.config.correction_adapts,
+            )
             for leaf in inner_optimizers(optimizer)
             if self.config.corrected
         ]

@@ -1,11 +1,12 @@
-"""Steps Megatron's optimizers with the delay correction on one CPU rank; prints JSON.
+"""Steps Megatron's optimizers with the delay corrections on one CPU rank; prints JSON.
 
-For each of Megatron's wrappers: the class of each link of the optimizer that it builds, and the
-value of every weight after updates of 1, 10 and 100. The optimizer is Adam without memory, whose
-update is the learning rate.
+For each correction and each of Megatron's wrappers: the class of each link of the optimizer that it
+builds, and the value of every weight after each update. The optimizer is Adam without memory, whose
+update is the learning rate, with the gradient's sign.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,18 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
-from megatron_async.delay_correction import ErrorFeedback
+from megatron_async.corrections import make_correction
 from megatron_async.weight_versions import inner_optimizers
 
 UPDATES = (1.0, 10.0, 100.0)
+CASES: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
+    "error-feedback": ({"name": "error-feedback"}, UPDATES),
+    "adaptive": ({"name": "error-feedback", "adaptive_strength": True}, (4.0, 2.0, -1.0, -3.0)),
+    "weight-prediction": ({"name": "weight-prediction"}, UPDATES),
+    "nesterov": ({"name": "nesterov", "momentum": 0.5}, (1.0, 2.0, 4.0)),
+    "delay-compensation": ({"name": "delay-compensation"}, UPDATES),
+}
+"""Name -> settings of the correction, and the updates."""
 
 
 class TwoWeights(MegatronModule):
@@ -30,7 +39,7 @@ class TwoWeights(MegatronModule):
         self.expert.allreduce = False
 
 
-def run(*, bf16: bool, distributed: bool) -> dict[str, Any]:
+def run(case: str, *, bf16: bool, distributed: bool) -> dict[str, Any]:
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, bf16=bf16, num_moe_experts=2
     )
@@ -54,16 +63,17 @@ def run(*, bf16: bool, distributed: bool) -> dict[str, Any]:
         ),
         [model],
     )
+    settings, updates = CASES[case]
     leaves = inner_optimizers(optimizer)
     for leaf in leaves:
-        ErrorFeedback(leaf.optimizer).enable()
+        make_correction(optimizer=leaf.optimizer, **settings).enable()
     values = []
-    for update in UPDATES:
+    for update in updates:
         for group in optimizer.param_groups:
-            group["lr"] = update
+            group["lr"] = abs(update)
         model.zero_grad_buffer()
         for parameter in model.parameters():
-            parameter.main_grad.fill_(2.0)
+            parameter.main_grad.fill_(2.0 if update > 0 else -2.0)
         optimizer.step()
         values.append(
             [sorted(set(p.detach().float().flatten().tolist())) for p in model.parameters()]
@@ -79,10 +89,13 @@ def main() -> None:
     torch.distributed.init_process_group()
     parallel_state.initialize_model_parallel()
     found = {
-        "fp32": run(bf16=False, distributed=False),
-        "bf16": run(bf16=True, distributed=False),
-        "distributed fp32": run(bf16=False, distributed=True),
-        "distributed bf16": run(bf16=True, distributed=True),
+        case: {
+            "fp32": run(case, bf16=False, distributed=False),
+            "bf16": run(case, bf16=True, distributed=False),
+            "distributed fp32": run(case, bf16=False, distributed=True),
+            "distributed bf16": run(case, bf16=True, distributed=True),
+        }
+        for case in CASES
     }
     print("FOUND", json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -22,6 +22,8 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "pipeline_schedule": (["--pipeline-schedule", "pipedream-2bw"], "pipedream-2bw"),
     "delay_correction": (["--delay-correction", "error-feedback"], "error-feedback"),
     "delay_correction_strength": (["--delay-correction-strength", "0.5"], 0.5),
+    "delay_correction_adaptive_strength": (["--delay-correction-adaptive-strength"], True),
+    "delay_correction_momentum": (["--delay-correction-momentum", "0.9"], 0.9),
     "async_start_iteration": (["--async-start-iteration", "100"], 100),
     "deferred_update": (["--no-deferred-update"], False),
     "grad_norm_scope": (["--grad-norm-scope", "stage"], "stage"),
@@ -85,6 +87,7 @@ def test_flags_stand_beside_megatrons_in_a_group_of_their_own() -> None:
     "argv",
     [
         ["--delay-correction-strength", "strong"],
+        ["--delay-correction-momentum", "high"],
         ["--async-start-iteration", "1.5"],
         ["--grad-norm-scope", "tensor"],
     ],
@@ -113,6 +116,8 @@ def test_settings_of_every_flag() -> None:
         schedule="pipedream-2bw",
         correction="error-feedback",
         correction_strength=0.5,
+        correction_adapts=True,
+        correction_momentum=0.9,
         start_iteration=100,
         deferred_update=False,
         grad_norm_scope="stage",
@@ -121,6 +126,9 @@ def test_settings_of_every_flag() -> None:
     )
     assert config.asynchronous
     assert config.corrected
+    assert config.correction_label == "error-feedback with adaptive strength"
+    assert config.correction_kind is not None
+    assert config.correction_kind.name == "error-feedback"
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.cpu = False  # type: ignore[misc]
 

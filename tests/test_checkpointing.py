@@ -13,9 +13,12 @@ import torch
 from harness import Value, gpt_args, run_torchrun
 from resume_jobs import ASYNC, COMMON_FLAGS, Outcome, Step, run_steps
 
-from megatron_async.delay_correction import STATE_KEY, ErrorFeedback, correction_of
+from megatron_async.corrections.base import UPDATE, correction_of
+from megatron_async.corrections.error_feedback import ErrorFeedback
 
 CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
+ADAPTIVE: Mapping[str, Value] = {**CORRECTED, "delay_correction_adaptive_strength": True}
+NESTEROV: Mapping[str, Value] = {**ASYNC, "delay_correction": "nesterov"}
 TORCH: Mapping[str, Value] = {"ckpt_format": "torch"}
 TORCH_DIST: Mapping[str, Value] = {"ckpt_format": "torch_dist"}
 NO_DROPOUT: Mapping[str, Value] = {"hidden_dropout": 0, "attention_dropout": 0}
@@ -83,6 +86,7 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
             Step("off", {**ASYNC, **TORCH, **loads("corrected")}),
             Step("on", {**delayed, **CORRECTED, **loads("delayed", 4)}),
             Step("half", {**corrected, **half, **loads("corrected")}),
+            Step("another", {**NESTEROV, **TORCH, **loads("corrected")}),
             Step("finetune", {**corrected, **loads("corrected"), "finetune": True}),
             Step("no optimizer", {**corrected, **loads("corrected"), "no_load_optim": True}),
         ],
@@ -96,7 +100,7 @@ def two_ranks(directory: Path) -> dict[str, Outcome]:
     evaluating: dict[str, Value] = {"eval_interval": 2, "eval_iters": 2}
     signalled = {**plain, **saves("signalled", 100), "exit_signal_handler": True}
     sharded: dict[str, Value] = {
-        **CORRECTED,
+        **ADAPTIVE,
         **TORCH_DIST,
         "use_distributed_optimizer": True,
         "bf16": True,
@@ -192,7 +196,10 @@ def test_the_torch_format_resumes_exactly(four_ranks) -> None:
 
 
 def test_the_fully_reshardable_format_resumes_exactly(two_ranks) -> None:
+    """With two buffers of the correction."""
     assert_continues(two_ranks["sharded resumed"], two_ranks["sharded"], done=3)
+    notice = two_ranks["sharded resumed"].notices[-1]
+    assert notice.endswith("delay correction error-feedback with adaptive strength")
 
 
 # Another layout: to rounding, dropout off
@@ -272,6 +279,10 @@ def test_the_schedule_can_be_left_at_a_resume(one_rank) -> None:
         ("off", "the delay correction error-feedback is off from now on"),
         ("half", "strength 0.5 instead of 1.0 from the next update on"),
         ("no optimizer", "starts with the next update, which is not corrected"),
+        (
+            "another",
+            "nesterov starts with the next update, and what error-feedback added last stays",
+        ),
     ],
 )
 def test_the_correction_can_be_changed_at_a_resume(one_rank, name: str, notice: str) -> None:
@@ -386,7 +397,7 @@ def test_a_changed_strength_takes_back_what_was_added() -> None:
     assert not after.buffered
     after.make_buffers()
     assert after.buffered
-    resumed.state[parameter][STATE_KEY].copy_(optimizer.state[parameter][STATE_KEY])
+    resumed.state[parameter][UPDATE].copy_(optimizer.state[parameter][UPDATE])
     after.enable(applied=1.0)
     optimizer = resumed
     assert step(100.0) == -1.0 - 10.0 - 100.0 + 1.0 - 50.0

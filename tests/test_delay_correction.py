@@ -10,7 +10,8 @@ import pytest
 import torch
 from harness import REPOSITORY, run_torchrun
 
-from megatron_async.delay_correction import STATE_KEY, ErrorFeedback, correction_of
+from megatron_async.corrections.base import UPDATE, correction_of
+from megatron_async.corrections.error_feedback import ErrorFeedback
 
 Weights = list[torch.Tensor]
 
@@ -173,7 +174,7 @@ def test_acts_only_when_enabled() -> None:
     # Synchronous steps are not corrected, and the first asynchronous one is a first update.
     found = [float(_step(optimizer, [torch.tensor(u)])[0]) for u in (1.0, 10.0)]
     assert found == [-1.0, -11.0]
-    assert STATE_KEY not in next(iter(optimizer.state.values()), {})
+    assert UPDATE not in next(iter(optimizer.state.values()), {})
     correction.enable()
     found = [float(_step(optimizer, [torch.tensor(u)])[0]) for u in (1.0, 10.0, 100.0)]
     assert found == [-12.0, -31.0, -221.0]
@@ -213,9 +214,9 @@ def test_one_buffer_for_each_parameter() -> None:
     for gradient in _gradients([(5, 7)], steps=3):
         _step(optimizer, gradient)
     (state,) = optimizer.state.values()
-    assert set(state) == {"step", "exp_avg", "exp_avg_sq", STATE_KEY}
-    assert state[STATE_KEY].shape == (5, 7)
-    assert state[STATE_KEY].dtype == torch.float32
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq", UPDATE}
+    assert state[UPDATE].shape == (5, 7)
+    assert state[UPDATE].dtype == torch.float32
 
 
 def test_is_found_by_its_optimizer() -> None:
@@ -231,6 +232,15 @@ def test_refuses_what_is_no_torch_optimizer() -> None:
         ErrorFeedback(not_torch)
 
 
+# After each step, the one value of all elements of each of the two weights.
+VALUES = {
+    "error-feedback": [-1.0, -20.0, -210.0],
+    "adaptive": [-4.0, -3.0, -1.0, 5.0],
+    "weight-prediction": [-2.0, -21.0, -211.0],
+    "nesterov": [-0.75, -2.375, -5.6875],
+    # The second gradient is compensated to 2 - 2^2 and turns round, the third to 2 + 10 * 2^2.
+    "delay-compensation": [-1.0, 9.0, -91.0],
+}
 WRAPPERS = {
     "fp32": "FP32Optimizer",
     "bf16": "Float16OptimizerWithFloat16Params",
@@ -249,9 +259,12 @@ def wrapped() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_numbers_in_megatrons_wrappers(wrapped: dict[str, Any], name: str) -> None:
-    found = wrapped[name]
+@pytest.mark.parametrize("correction", VALUES)
+def test_numbers_in_megatrons_wrappers(wrapped: dict[str, Any], correction: str, name: str) -> None:
+    found = wrapped[correction][name]
     assert found["outer"] == "ChainedOptimizer"
     assert found["links"] == [WRAPPERS[name]] * 2
-    # After each step, the one value of all elements of each of the two weights.
-    assert found["values"] == [[[value], [value]] for value in (-1.0, -20.0, -210.0)]
+    wanted = torch.tensor(VALUES[correction])
+    if name.endswith("bf16"):
+        wanted = wanted.bfloat16().float()
+    assert found["values"] == [[[value], [value]] for value in wanted.tolist()]

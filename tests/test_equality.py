@@ -123,6 +123,16 @@ RECOMPUTED: dict[str, Value] = {
     "recompute_num_layers": 1,
 }
 CORRECTED: dict[str, Value] = {"delay_correction": "error-feedback"}
+CORRECTIONS: dict[str, dict[str, Value]] = {
+    "adaptive": {**CORRECTED, "delay_correction_adaptive_strength": True},
+    "prediction": {"delay_correction": "weight-prediction"},
+    "nesterov": {"delay_correction": "nesterov", "delay_correction_momentum": 0.9},
+    "compensation": {
+        "delay_correction": "delay-compensation",
+        "delay_correction_strength": 1000.0,
+        "delay_correction_adaptive_strength": True,
+    },
+}
 PER_TOKEN: dict[str, Value] = {"calculate_per_token_loss": True, "eod_mask_loss": True}
 # Four experts, two on each data-parallel rank.
 EXPERTS: dict[str, Value] = {"expert_model_parallel_size": 2}
@@ -174,6 +184,14 @@ CASES = [
     *_cases("per-token-tp", {"pp2-tp2-sp": "DU"}, **PER_TOKEN),
     *_cases("corrected-adam", {"pp1": "U", "pp2": "d", "pp2-dp2-distopt": "d"}, **CORRECTED),
     *_cases("corrected-muon", {"pp1": "U", "pp2": "D"}, **MUON, **CORRECTED),
+    *(
+        case
+        for name, flags in CORRECTIONS.items()
+        for case in (
+            *_cases(name, {"pp1": "U", "pp2": "dU", "pp2-dp2-distopt": "D", "tp2": "D"}, **flags),
+            *_cases(f"{name}-muon", {"pp2": "D", "pp2-dp2": "D"}, **MUON, **flags),
+        )
+    ),
     *_cases("adam-bf16", {"pp2": "d", "dp2-distopt": "D", "pp4": "D"}, **BF16, bf16=True),
     *_cases(
         "muon-bf16", {"pp2": "D", "pp2-dp2-distopt": "dU", "dp2": "D"}, **BF16, **MUON, bf16=True
@@ -229,6 +247,21 @@ def test_losses_and_norms_agree(results: Results, case: Case) -> None:
     _check_close("norms", found.norms, wanted.norms, case.norm_rtol)
     assert sum(norm > CLIP for norm in wanted.norms.values()) > len(losses) / 2
     assert found.zeros == wanted.zeros
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name)
+        for case in CASES
+        if case.name in {f"{name}-pp2" for name in CORRECTIONS}
+    ],
+)
+def test_corrections_change_what_is_trained(results: Results, case: Case) -> None:
+    found, plain = results[case.like].losses, results[LIKE_ADAM].losses
+    # Batches 0 and 1 run on the initial weights, and batch 2 on what the first update made.
+    assert found[:2] == plain[:2]
+    assert max(abs(a / b - 1) for a, b in zip(found, plain, strict=True)) > 1e-4
 
 
 def _tied_copies(case: Case) -> list[tuple[int, int]]:

@@ -13,6 +13,8 @@ OWN = {  # flags of this package, not of Megatron
     "--pipeline-schedule",
     "--delay-correction",
     "--delay-correction-strength",
+    "--delay-correction-adaptive-strength",
+    "--delay-correction-momentum",
     "--async-start-iteration",
     "--deferred-update",
     "--grad-norm-scope",

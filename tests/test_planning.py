@@ -161,12 +161,14 @@ def test_asynchronous_training_adds_what_it_says() -> None:
     assert synchronous.main_parameters == 4 * parameters
     assert synchronous.optimizer_state == 8 * parameters
     assert synchronous.added == 0
-    deferred = memory(asynchronous=True, correction=True)
+    deferred = memory(asynchronous=True, correction_buffers=1)
     assert deferred.second_version == 2 * parameters
     assert deferred.gradient_copy == 4 * parameters
     assert deferred.correction == 4 * parameters
     assert deferred.second_grad_buffer == 0
     assert deferred.total == synchronous.total + deferred.added
+    adaptive = memory(asynchronous=True, correction_buffers=2)
+    assert adaptive.added - deferred.added == 4 * parameters
     assert memory(asynchronous=True, deferred_update=False).added == 2 * parameters
     assert memory(asynchronous=True, bf16=False).second_version == 4 * parameters
     assert memory(bf16=False).main_parameters == 0
@@ -174,8 +176,8 @@ def test_asynchronous_training_adds_what_it_says() -> None:
 
 
 def test_distributed_optimizer_shards_what_it_shards() -> None:
-    whole = memory(asynchronous=True, correction=True)
-    shard = memory(asynchronous=True, correction=True, distributed_optimizer=True)
+    whole = memory(asynchronous=True, correction_buffers=1)
+    shard = memory(asynchronous=True, correction_buffers=1, distributed_optimizer=True)
     for part in ("main_parameters", "optimizer_state", "gradient_copy", "correction"):
         assert getattr(shard, part) == getattr(whole, part) / 4
     for part in ("weights", "gradients", "second_version", "activations"):

@@ -40,7 +40,10 @@ class Setting:
     optimizer: str
     lr: float
     weight_decay: float = 0.0
-    strength: float | None = None
+    correction: str | None = None
+    strength: float = 1.0
+    momentum: float = 0.99
+    adaptive: bool = False
     delay: int = 1
 
     def job(self, stages: int) -> Job:
@@ -53,17 +56,33 @@ class Setting:
             "weight_decay": self.weight_decay,
             "pipeline_model_parallel_size": stages,
         }
-        if self.strength is not None:
-            flags["delay_correction"] = "error-feedback"
+        if self.correction is not None:
+            flags["delay_correction"] = self.correction
             flags["delay_correction_strength"] = self.strength
+            flags["delay_correction_momentum"] = self.momentum
+            flags["delay_correction_adaptive_strength"] = self.adaptive
         return job(stages, dump=("trajectory",), **flags)
 
 
 SETTINGS = (
     Setting("sgd", "sgd", 0.1, weight_decay=0.01),
-    Setting("sgd-corrected", "sgd", 0.1, strength=0.5),
+    Setting("sgd-corrected", "sgd", 0.1, correction="error-feedback", strength=0.5),
     Setting("adamw", "adam", 1e-3, weight_decay=0.1),
-    Setting("adamw-corrected", "adam", 1e-3, strength=1.0),
+    Setting("adamw-corrected", "adam", 1e-3, correction="error-feedback"),
+)
+# On two stages alone.
+OTHER_CORRECTIONS = (
+    Setting("adamw-adaptive", "adam", 1e-3, correction="error-feedback", adaptive=True),
+    Setting("sgd-predicted", "sgd", 0.1, correction="weight-prediction", strength=0.5),
+    Setting("adamw-nesterov", "adam", 1e-3, correction="nesterov", momentum=0.9),
+    Setting(
+        "sgd-compensated",
+        "sgd",
+        0.1,
+        correction="delay-compensation",
+        strength=30.0,
+        adaptive=True,
+    ),
 )
 # What a run must not follow.
 OTHERS = (
@@ -81,13 +100,19 @@ class Case:
 
     @property
     def jobs(self) -> tuple[Job, Job]:
-        return self.setting.job(self.stages), self.setting.job(1)
+        return self.setting.job(self.stages), STARTING
 
+
+STARTING = SETTINGS[0].job(1)
+"""All jobs start from its weights, which are those of the whole model."""
 
 CASES = [
-    pytest.param(Case(setting, stages), id=f"{setting.name}-{stages}")
-    for stages in (1, 2)
-    for setting in SETTINGS
+    *(
+        pytest.param(Case(setting, stages), id=f"{setting.name}-{stages}")
+        for stages in (1, 2)
+        for setting in SETTINGS
+    ),
+    *(pytest.param(Case(setting, 2), id=f"{setting.name}-2") for setting in OTHER_CORRECTIONS),
 ]
 
 Weights = dict[str, torch.Tensor]
@@ -101,15 +126,18 @@ def references(
     directory = tmp_path_factory.mktemp("reference")
     runs: list[dict[str, Any]] = [
         {
-            "start": str(results[setting.job(1)].directory / "rank0.pt"),
+            "start": str(results[STARTING].directory / "rank0.pt"),
             "out": str(directory / f"{setting.name}.pt"),
             "delay": setting.delay,
             "optimizer": {"adam": "adamw"}.get(setting.optimizer, setting.optimizer),
             "lr": setting.lr,
             "weight_decay": setting.weight_decay,
+            "correction": setting.correction,
             "strength": setting.strength,
+            "momentum": setting.momentum,
+            "adaptive": setting.adaptive,
         }
-        for setting in (*SETTINGS, *OTHERS)
+        for setting in (*SETTINGS, *OTHER_CORRECTIONS, *OTHERS)
     ]
     file = directory / "runs.json"
     file.write_text(json.dumps(runs))
@@ -138,7 +166,7 @@ def test_parameters_follow_the_reference(
     results: Results, references: dict[str, list[Weights]], case: Case
 ) -> None:
     reference = references[case.setting.name]
-    start: Weights = results[case.setting.job(1)].tensors()["initial"]
+    start: Weights = results[STARTING].tensors()["initial"]
     covered = set()
     for stage in _stages(results, case):
         assert all(torch.equal(v, start[_reference_name(n)]) for n, v in stage["initial"].items())
@@ -160,16 +188,29 @@ def test_parameters_follow_the_reference(
         ("sgd-corrected", "sgd-uncorrected"),
         ("adamw", "adamw-no-delay"),
         ("adamw-corrected", "adamw-uncorrected"),
+        ("adamw-adaptive", "adamw-corrected"),
+        ("sgd-compensated", "sgd-uncorrected"),
     ],
 )
 def test_reference_tells_trajectories_apart(
     results: Results, references: dict[str, list[Weights]], one: str, other: str
 ) -> None:
-    start = results[SETTINGS[0].job(1)].tensors()["initial"]
+    start = results[STARTING].tensors()["initial"]
     # The first update is the same, then they part.
     assert _distance(references[one][0], references[other][0]) == 0.0
     way = _distance(references[one][1], start)
     assert _distance(references[one][1], references[other][1]) > 1000 * RTOL * way
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("sgd-predicted", "sgd-corrected"), ("adamw-nesterov", "adamw-uncorrected")],
+)
+def test_reference_tells_trajectories_apart_from_the_first_update_on(
+    references: dict[str, list[Weights]], results: Results, one: str, other: str
+) -> None:
+    way = _distance(references[one][0], results[STARTING].tensors()["initial"])
+    assert _distance(references[one][0], references[other][0]) > 1000 * RTOL * way
 
 
 def test_reference_uses_nothing_of_the_package() -> None:

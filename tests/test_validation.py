@@ -95,6 +95,27 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {},
     ),
     "strength_without_correction": (["--delay-correction-strength", "0.5"], {}),
+    "basis_rotation": (["--delay-correction", "basis-rotation"], {}),
+    "strength_of_unscaled_correction": (
+        ["--delay-correction", "nesterov", "--delay-correction-strength", "0.5"],
+        {},
+    ),
+    "adaptive_strength": (
+        ["--delay-correction", "weight-prediction", "--delay-correction-adaptive-strength"],
+        {},
+    ),
+    "delay_correction_momentum": (
+        ["--delay-correction", "nesterov", "--delay-correction-momentum", "1"],
+        {},
+    ),
+    "momentum_without_nesterov": (
+        ["--delay-correction", "error-feedback", "--delay-correction-momentum", "0.9"],
+        {},
+    ),
+    "correction_of_one_step": (
+        ["--pipeline-schedule", "pipedream", "--delay-correction", "error-feedback"],
+        {},
+    ),
     "async_start_iteration": (["--async-start-iteration", "-1"], {}),
     "async_start_iteration_with_default_schedule": (
         ["--pipeline-schedule", "default", "--async-start-iteration", "10"],
@@ -256,6 +277,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "zero_strength": (
         ["--delay-correction", "error-feedback", "--delay-correction-strength", "0"],
+        {},
+    ),
+    "zero_momentum": (
+        ["--delay-correction", "nesterov", "--delay-correction-momentum", "0"],
         {},
     ),
     "never_asynchronous": (["--async-start-iteration", "20"], {}),

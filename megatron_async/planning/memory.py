@@ -161,7 +161,8 @@ class Storage:
     data-parallel ranks."""
     asynchronous: bool = False
     deferred_update: bool = True
-    correction: bool = False
+    correction_buffers: int = 0
+    """Buffers of the delay correction."""
     second_grad_buffer: bool = False
     recompute: bool = False
     """Full recompute: only each layer's input is kept."""
@@ -182,7 +183,7 @@ class StageMemory:
     gradient_copy: int
     """What a launched update holds until it is completed, fp32."""
     correction: int
-    """The delay correction's buffer, fp32."""
+    """The delay correction's buffers, fp32."""
     second_grad_buffer: int
     activations: int
     """Of the microbatches in flight at the peak. An estimate."""
@@ -236,7 +237,7 @@ def stage_memory(
         optimizer_state=sharded(of_matrices * count.matrices + of_others * count.others),
         second_version=precision * count.total if asynchronous else 0,
         gradient_copy=sharded(4 * count.total) if copies else 0,
-        correction=sharded(4 * count.total) if asynchronous and storage.correction else 0,
+        correction=sharded(4 * storage.correction_buffers * count.total) if asynchronous else 0,
         second_grad_buffer=4 * count.total if copies and storage.second_grad_buffer else 0,
         activations=_activations(
             shape,

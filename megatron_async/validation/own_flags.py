@@ -4,9 +4,17 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+from megatron_async.arguments import AsyncConfig
+from megatron_async.corrections.catalogue import CATALOGUE
 from megatron_async.validation.rule import TESTED_MEGATRON, Rule, Scope, Subject, dest_of, rule
 
 __all__ = ["RULES"]
+
+_BASIS_ROTATION: Final = "basis-rotation"
+_ADAPTING: Final = tuple(kind.name for kind in CATALOGUE.values() if kind.adapts)
+_ANY_DELAY: Final = tuple(kind.name for kind in CATALOGUE.values() if kind.any_delay)
+_ONE_STEP: Final = ("default", "pipedream-2bw")
+"""Schedules whose delay is at most one step."""
 
 
 def _tested(version: str) -> bool:
@@ -33,7 +41,20 @@ RULES: Final[tuple[Rule, ...]] = (
         "--delay-correction",
         lambda s: f"there is no correction {s.config.correction!r}",
         "Known ones are listed by --help.",
-        when=lambda s: s.config.correction not in s.facts.corrections,
+        when=lambda s: (
+            s.config.correction not in s.facts.corrections
+            and s.config.correction != _BASIS_ROTATION
+        ),
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--delay-correction",
+        "basis rotation (arXiv 2602.03515) is no correction of an update but an optimizer: Adam in "
+        "the eigenbasis of its gradients",
+        "Use --optimizer soap --no-soap-use-kl-shampoo, which is that, and another correction or "
+        "none.",
+        when=lambda s: s.config.correction == _BASIS_ROTATION,
+        name="basis_rotation",
         scope=Scope.ALWAYS,
     ),
     rule(
@@ -60,6 +81,62 @@ RULES: Final[tuple[Rule, ...]] = (
         when=lambda s: s.config.correction_strength != 1.0 and not s.config.corrected,
         name="strength_without_correction",
         scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--delay-correction-strength",
+        lambda s: f"{s.config.correction} has no strength",
+        "Drop it.",
+        when=lambda s: (
+            s.config.correction_strength != 1.0
+            and s.config.correction_kind is not None
+            and not s.config.correction_kind.scaled
+        ),
+        name="strength_of_unscaled_correction",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--delay-correction-adaptive-strength",
+        lambda s: (
+            f"{s.config.correction} has no adaptive strength"
+            if s.config.corrected
+            else "no correction is chosen whose strength could adapt"
+        ),
+        f"Add --delay-correction {' or '.join(_ADAPTING)}, or drop it.",
+        when=lambda s: s.config.correction_adapts and s.config.correction not in _ADAPTING,
+        name="adaptive_strength",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--delay-correction-momentum",
+        lambda s: f"{s.config.correction_momentum} is not a momentum",
+        "Give a number of at least 0 and below 1.",
+        when=lambda s: not 0.0 <= s.config.correction_momentum < 1.0,
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--delay-correction-momentum",
+        "it belongs to --delay-correction nesterov",
+        "Add that, or drop it.",
+        when=lambda s: (
+            s.config.correction_momentum != AsyncConfig.correction_momentum
+            and not (s.config.correction_kind is not None and s.config.correction_kind.has_momentum)
+        ),
+        name="momentum_without_nesterov",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--delay-correction",
+        lambda s: (
+            f"{s.config.correction} is defined for a delay of one step, and the delay of "
+            f"{s.config.schedule} differs between stages"
+        ),
+        f"Use --delay-correction {' or '.join(_ANY_DELAY)}, or --pipeline-schedule pipedream-2bw.",
+        when=lambda s: (
+            s.config.correction_kind is not None
+            and not s.config.correction_kind.any_delay
+            and s.config.schedule not in _ONE_STEP
+        ),
+        name="correction_of_one_step",
     ),
     rule(
         "--async-start-iteration",

@@ -62,6 +62,14 @@ RULES: Final[tuple[Rule, ...]] = (
         warning=True,
     ),
     rule(
+        "--delay-correction-momentum",
+        "0 leaves the updates as they are, and the buffer is kept all the same",
+        "Drop --delay-correction, or give a momentum above 0.",
+        when=lambda s: s.config.correction_momentum == 0,
+        name="zero_momentum",
+        warning=True,
+    ),
+    rule(
         "--async-start-iteration",
         "the run ends before its asynchronous part begins",
         "Lower it, or raise --train-iters.",

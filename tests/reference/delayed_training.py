@@ -9,13 +9,21 @@ the simplest way there is, to compare with::
     W(1)   = W(0) - U(grad(W(0)) on batch 0)
     W(k+1) = W(k) - U(grad(W(k-1)) on batch k)
 
-where U is what torch's SGD or AdamW subtracts. With the correction of strength lambda, from k = 1::
+where U is what torch's SGD or AdamW subtracts. With a correction the weights that gradients are
+taken on, x, are others:
 
-    x(k+1) = x(k) - U(k) - lambda (U(k) - U(k-1))
+- "error-feedback", from k = 1 on: x(k+1) = x(k) - U(k) - lambda (U(k) - U(k-1)); with "adaptive",
+  x(k+1) = x(k) - U(k) - (a(k) - a(k-1)) where a(k) = lambda clamp(U(k) / U(k-1), 0, 1) U(k) and
+  a(0) = lambda U(0).
+- "weight-prediction": y(k+1) = y(k) - U(k), x(k+1) = y(k+1) - lambda U(k).
+- "nesterov": w(k+1) = x(k) - (1 - gamma) U(k), x(k+1) = w(k+1) + gamma (w(k+1) - w(k)).
+- "delay-compensation", adaptive: U is made of g + lambda g^2 / sqrt(v) (x(k) - x(k-1)), with v the
+  moving average of g^2 with a decay of 0.95, which starts with the first.
 
 RUNS.json is a list of objects: ``start`` (file with ``initial``: name -> tensor), ``out`` (file for
 a list of such, W(1), W(2), ...), ``optimizer`` ("sgd" or "adamw"), ``lr``, ``weight_decay``,
-``strength`` (null for no correction) and ``delay`` (1, or 0 for W(k) in the place of W(k-1)).
+``correction`` (null for none), ``strength``, ``momentum``, ``adaptive`` and ``delay`` (1, or 0 for
+W(k) in the place of W(k-1)).
 """
 
 import argparse
@@ -98,27 +106,103 @@ def _optimizer(run: dict[str, Any], weights: Weights, args: Any) -> torch.optim.
     return torch.optim.AdamW(groups, lr=run["lr"], betas=betas, eps=args.adam_eps)
 
 
+class _Plain:
+    def __init__(self, run: dict[str, Any], start: Weights) -> None:
+        self.strength, self.momentum = run["strength"], run["momentum"]
+        self.adaptive = run["adaptive"]
+        self.iterates = [start]
+        self.updates: list[Weights] = []
+
+    def gradient(self, gradient: Weights, versions: list[Weights]) -> Weights:
+        return gradient
+
+    def next(self, versions: list[Weights], update: Weights) -> Weights:
+        return {name: x - update[name] for name, x in versions[-1].items()}
+
+
+class _ErrorFeedback(_Plain):
+    def next(self, versions: list[Weights], update: Weights) -> Weights:
+        plain = super().next(versions, update)
+        self.updates.append(update)
+        if len(self.updates) == 1:
+            return plain
+        a, last = self._ahead(-1), self._ahead(-2)
+        return {name: x - (a[name] - last[name]) for name, x in plain.items()}
+
+    def _ahead(self, k: int) -> Weights:
+        now = self.updates[k]
+        if not self.adaptive or len(self.updates) + k == 0:
+            return {name: self.strength * u for name, u in now.items()}
+        before = self.updates[k - 1]
+        return {
+            name: self.strength
+            * torch.where(before[name] == 0, 0, u / before[name]).clamp(0, 1)
+            * u
+            for name, u in now.items()
+        }
+
+
+class _WeightPrediction(_Plain):
+    def next(self, versions: list[Weights], update: Weights) -> Weights:
+        self.iterates.append({name: y - update[name] for name, y in self.iterates[-1].items()})
+        return {name: y - self.strength * update[name] for name, y in self.iterates[-1].items()}
+
+
+class _Nesterov(_Plain):
+    def next(self, versions: list[Weights], update: Weights) -> Weights:
+        gamma, w = self.momentum, self.iterates[-1]
+        after = {name: x - (1 - gamma) * update[name] for name, x in versions[-1].items()}
+        self.iterates.append(after)
+        return {name: after[name] + gamma * (after[name] - w[name]) for name in w}
+
+
+class _DelayCompensation(_Plain):
+    mean_square: Weights | None = None
+
+    def gradient(self, gradient: Weights, versions: list[Weights]) -> Weights:
+        now, then = versions[-1], versions[max(len(versions) - 2, 0)]
+        last = self.mean_square
+        self.mean_square = {
+            name: g.square() if last is None else 0.95 * last[name] + 0.05 * g.square()
+            for name, g in gradient.items()
+        }
+        return {
+            name: g
+            + self.strength
+            * torch.where(g == 0, 0, g.square() / self.mean_square[name].sqrt())
+            * (now[name] - then[name])
+            for name, g in gradient.items()
+        }
+
+
+_CORRECTIONS = {
+    None: _Plain,
+    "error-feedback": _ErrorFeedback,
+    "weight-prediction": _WeightPrediction,
+    "nesterov": _Nesterov,
+    "delay-compensation": _DelayCompensation,
+}
+
+
 def _train(run: dict[str, Any], model: torch.nn.Module, batches: Any, args: Any) -> list[Weights]:
     start: Weights = torch.load(run["start"])["initial"]
     weights = {name: value.clone() for name, value in start.items()}
     optimizer = _optimizer(run, weights, args)
     versions = [start]  # W(0), W(1), ...
-    last_update: Weights = {}
+    correction = _CORRECTIONS[run["correction"]](run, start)
     for k, batch in enumerate(batches):
         gradient = _gradient(model, versions[max(k - run["delay"], 0)], batch)
         norm = torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt()
         if args.clip_grad > 0:
             scale = min(1.0, args.clip_grad / (float(norm) + 1e-6))
             gradient = {name: g * scale for name, g in gradient.items()}
+        gradient = correction.gradient(gradient, versions)
         for name, weight in weights.items():
+            weight.copy_(versions[k][name])
             weight.grad = gradient[name]
         optimizer.step()
-        if run["strength"] is not None:
-            update = {name: versions[k][name] - weights[name] for name in weights}
-            for name in weights if k > 0 else ():
-                weights[name] -= run["strength"] * (update[name] - last_update[name])
-            last_update = update
-        versions.append({name: weight.detach().clone() for name, weight in weights.items()})
+        update = {name: versions[k][name] - weights[name] for name in weights}
+        versions.append(correction.next(versions, update))
     return versions[1:]
 
 

@@ -26,6 +26,14 @@ pytestmark = pytest.mark.slow
 type Flags = Mapping[str, Value]
 
 CORRECTED: Flags = {"delay_correction": "error-feedback"}
+ADAPTIVE: Flags = {**CORRECTED, "delay_correction_adaptive_strength": True}
+PREDICTED: Flags = {"delay_correction": "weight-prediction"}
+NESTEROV: Flags = {"delay_correction": "nesterov", "delay_correction_momentum": 0.9}
+COMPENSATED: Flags = {
+    "delay_correction": "delay-compensation",
+    "delay_correction_strength": 1000.0,
+}
+ADAPTIVELY_COMPENSATED: Flags = {**COMPENSATED, "delay_correction_adaptive_strength": True}
 NO_DROPOUT: Flags = {"hidden_dropout": 0, "attention_dropout": 0}
 BF16: Flags = {"bf16": True}
 DISTRIBUTED: Flags = {"use_distributed_optimizer": True}
@@ -122,6 +130,21 @@ def cells() -> list[Cell]:
         ("2x2 dist_muon", 4, {**STAGES_2, **DIST_MUON, **CORRECTED}),
         ("2x2 tensors", 4, {**STAGES_2, **TENSORS_2, **CORRECTED}),
         ("2x2 experts", 4, {**STAGES_2, **EXPERTS_2, **CORRECTED}),
+    ]
+    both += [
+        (f"{layout} {name}", 2, {**flags, **correction})
+        for name, correction in (
+            ("adaptive", ADAPTIVE),
+            ("predicted", PREDICTED),
+            ("nesterov", NESTEROV),
+            ("compensated", COMPENSATED),
+            ("adaptively compensated", ADAPTIVELY_COMPENSATED),
+        )
+        for layout, flags in (
+            ("adam", STAGES_2),
+            ("distributed", {**DISTRIBUTED, **BF16}),
+            ("dist_muon", DIST_MUON),
+        )
     ]
     found = [
         Cell(f"{name} {kind}", ranks, kind, flags)
