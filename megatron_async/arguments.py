@@ -237,9 +237,9 @@ class AsyncConfig:
         return self.schedule != DEFAULT_SCHEDULE
 
     @property
-    def emulating(self) -> bool:
-        """Whether one pipeline stage trains with the delays of several."""
-        return self.schedule == PIPEDREAM and self.emulated_stages is not None
+    def emulated_pipeline(self) -> int | None:
+        """P, if one pipeline stage trains with the delays of P of them."""
+        return self.emulated_stages if self.schedule == PIPEDREAM else None
 
     @property
     def corrected(self) -> bool:

@@ -9,8 +9,10 @@ A checkpoint saved after batch k holds Megatron's usual state at the newest vers
 - counters, as plain data.
 
 So it is an ordinary checkpoint of version k + 1 to a Megatron without this package, and a resumed
-run computes what the uninterrupted one does, to the last bit. The functions here stand in for those
-of megatron/training/checkpointing.py that have their names; the hooks call them with the original.
+run computes what the uninterrupted one does, to the last bit. With PipeDream it holds the newest
+version and the counters alone, and a resumed run starts afresh from that. The functions here stand
+in for those of megatron/training/checkpointing.py that have their names; the hooks call them with
+the original.
 """
 
 import contextlib
@@ -224,7 +226,10 @@ class _Saving:
 
     def extend(self, state_dict: dict[str, Any], *, sharded: bool, metadata: Any) -> None:
         state_dict[STATE] = _counters(self.running)
-        state_dict[PREVIOUS] = _previous_weights(self.running, sharded=sharded, metadata=metadata)
+        if self.running.pipeline.resumable:
+            state_dict[PREVIOUS] = _previous_weights(
+                self.running, sharded=sharded, metadata=metadata
+            )
 
 
 def _counters(running: Engine) -> dict[str, Any]:
@@ -339,6 +344,11 @@ class _Loading:
             _check_format(counters, directory)
             if counters["schedule"] != running.config.schedule:
                 self._afresh = f"the checkpoint was saved by {counters['schedule']}"
+            elif not running.pipeline.resumable:
+                self._afresh = (
+                    "the batches that were in flight and the versions that they ran on are not "
+                    "saved, so the delays grow anew"
+                )
         if self._afresh or counters is None:
             return
         self._resumes = True

@@ -22,9 +22,11 @@ from megatron_async import bubble, random_state
 from megatron_async.arguments import AsyncConfig
 from megatron_async.corrections import make_correction
 from megatron_async.deferred_update import DeferredUpdate, UpdateReport
+from megatron_async.delays import optimizer_delays
+from megatron_async.emulated_stages import EmulatedStages
 from megatron_async.gradient_buffers import GradientBuffers
 from megatron_async.moe_metrics import MoEMetrics
-from megatron_async.schedules import make_pipeline
+from megatron_async.schedules import delay_of, make_pipeline
 from megatron_async.schedules.actions import Kind
 from megatron_async.tally import Tally
 from megatron_async.weight_versions import WeightVersions, inner_optimizers
@@ -83,7 +85,17 @@ class Engine:
         # collectives in flight. PyTorch has not needed it since 2.0.
         model_config.batch_p2p_sync = False
 
-        self.weights = WeightVersions(self.model_chunk, optimizer)
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        delay = delay_of(self.config.schedule, stages=stages, stage=stage)
+        emulated = self.config.emulated_pipeline
+        self.weights = (
+            WeightVersions(self.model_chunk, optimizer, count=delay + 1)
+            if emulated is None
+            else EmulatedStages(self.model_chunk, optimizer, stages=emulated)
+        )
+        self.largest_delay = delay_of(self.config.schedule, stages=emulated or stages, stage=0)
+        """By how many updates the first stage's gradients are stale, once training is under way."""
         self.corrections = [
             make_correction(
                 self.config.correction,
@@ -95,7 +107,9 @@ class Engine:
             for leaf in inner_optimizers(optimizer)
             if self.config.corrected
         ]
-        self.moe = MoEMetrics(args) if args.num_experts is not None else None
+        for leaf, correction in zip(inner_optimizers(optimizer), self.corrections, strict=False):
+            correction.delays = optimizer_delays(leaf, self.weights)
+        self.moe = MoEMetrics(args, batches=delay + 1) if args.num_experts is not None else None
         self.gradients = (
             GradientBuffers(self.model_chunk) if self.config.second_grad_buffer else None
         )
@@ -171,7 +185,7 @@ class Engine:
             model=kwargs["model"],
             num_microbatches=kwargs["num_microbatches"],
             next_num_microbatches=_next_num_microbatches(self.args),
-            last=_ends_after(self.args, iteration),
+            batches_left=_batches_left(self.args, iteration),
             seq_length=kwargs["seq_length"],
             micro_batch_size=kwargs["micro_batch_size"],
             decoder_seq_length=kwargs.get("decoder_seq_length"),
@@ -402,7 +416,9 @@ class Engine:
         self.reports.clear()
         iteration = self.args.curr_iteration + 1
         found.append(("weight-version", self.weights.newest, iteration))
-        found.append(("gradient-delay", min(self.pipeline.batch - 1, 1), iteration))
+        found.append(
+            ("gradient-delay", min(self.pipeline.batch - 1, self.largest_delay), iteration)
+        )
         return found
 
 
@@ -462,14 +478,14 @@ def _next_num_microbatches(args: argparse.Namespace) -> int:
     return int(following.get())
 
 
-def _ends_after(args: argparse.Namespace, iteration: int) -> bool:
-    """Whether it is known that no iteration follows this one (0-indexed)."""
-    done = iteration + 1
-    return bool(
-        done >= args.train_iters
-        or (args.exit_interval and done % args.exit_interval == 0)
-        or (args.phase_transition_iterations and done in args.phase_transition_iterations)
-    )
+def _batches_left(args: argparse.Namespace, iteration: int) -> int:
+    """Return how many iterations there are up to the first one after which the run is known to
+    end, the given one (0-indexed) and that one included."""
+    ends = [int(args.train_iters)]
+    if args.exit_interval:
+        ends.append((iteration // args.exit_interval + 1) * args.exit_interval)
+    ends += [end for end in args.phase_transition_iterations or () if end > iteration]
+    return max(min(ends) - iteration, 1)
 
 
 class _selected:

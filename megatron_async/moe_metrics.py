@@ -25,9 +25,10 @@ class MoEMetrics:
 
     Args:
         args: Megatron's arguments, of a model with experts.
+        batches: how many batches have microbatches in flight at once.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, *, batches: int = 2) -> None:
         self._tracker = get_moe_metrics_tracker()
         kinds = args.moe_router_load_balancing_type
         self.names = [
@@ -40,7 +41,11 @@ class MoEMetrics:
             if present
         ]
         self._num_layers = int(args.num_layers)
-        self._entries: tuple[dict[str, Any], ...] = (self._tracker._metrics, {}, {})
+        self._entries: list[dict[str, Any]] = [
+            self._tracker._metrics,
+            *({} for _ in range(batches - 1)),
+        ]
+        self._evaluated: dict[str, Any] = {}
         self._taken = torch.zeros(self.size, dtype=torch.float64)
         self.totals: torch.Tensor | None = None
         """Sums over all layers' owners of the last completed batch, divided by its number of
@@ -54,7 +59,9 @@ class MoEMetrics:
     def select(self, batch: int | None) -> None:
         """Let the routers add to the sums of a batch; None for an evaluation's, which nobody
         reads."""
-        self._tracker._metrics = self._entries[2 if batch is None else batch % 2]
+        self._tracker._metrics = (
+            self._evaluated if batch is None else self._entries[batch % len(self._entries)]
+        )
 
     def take(self, batch: int, num_microbatches: int) -> torch.Tensor:
         """Return a batch's metrics, summed over the ranks of this stage, and clear them.

@@ -1,13 +1,14 @@
-"""Two weight versions, each in a buffer of its own.
+"""Weight versions, each in a buffer of its own: two of them with PipeDream-2BW.
 
-Versions alternate between the two buffers. A batch's forward and backward use one buffer from first
+Versions take turns with the buffers. A batch's forward and backward use one buffer from first
 to last, so nothing that autograd saved (leaf parameters, transposed views as in F.linear, aliases
 that fused layers keep) is overwritten under a live graph. Selecting a version repoints
-``param.data``; making version v + 1 copies version v into the other buffer and lets Megatron's
+``param.data``; making version v + 1 copies version v into the next buffer and lets Megatron's
 unmodified optimizer step write there. One live buffer with one stash would corrupt saved views
 without a word.
 
-Source: "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1; what has
+Source: "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1, and for
+more than two versions PipeDream's weight stashing (SOSP 2019, section 3.3); what has
 to be repointed together was read off megatron/core/distributed/param_and_grad_buffer.py and
 megatron/core/optimizer/distrib_optimizer.py.
 """
@@ -60,17 +61,24 @@ def distributed_optimizer_shards(optimizer: Any) -> list[torch.Tensor]:
 
 
 class WeightVersions:
-    """The weights of one model chunk in two versions.
+    """The weights of one model chunk in several versions.
 
-    Memory: one more copy of the trainable weights in the model's precision, padding of the
-    distributed optimizer's buffers included. Frozen parameters are shared by both versions.
+    Memory: ``count`` - 1 more copies of the trainable weights in the model's precision, padding of
+    the distributed optimizer's buffers included. Frozen parameters are shared by all versions.
 
     Args:
         model_chunk: Megatron's ``DistributedDataParallel``.
         optimizer: Megatron's optimizer of that chunk; its views of the weights are repointed too.
+        count: how many versions are kept, the newest included. With one, updates are made in place.
+
+    Raises:
+        ValueError: ``count`` < 1.
     """
 
-    def __init__(self, model_chunk: Any, optimizer: Any) -> None:
+    def __init__(self, model_chunk: Any, optimizer: Any, *, count: int = 2) -> None:
+        if count < 1:
+            raise ValueError(f"there is at least one weight version, got {count}")
+        self.count = count
         self._parameters = [p for p in model_chunk.parameters() if p.requires_grad]
         self._flat_buffers = [
             buffer for buffer in ddp_buffers(model_chunk) if buffer.param_data is not None
@@ -80,26 +88,33 @@ class WeightVersions:
             *getattr(model_chunk, "expert_parallel_bucket_groups", []),
         ]
         self._shards = distributed_optimizer_shards(optimizer)
-        # Views are recognised by their storage, and rebuilt at the same offset of the other one.
-        self._twin_of_storage = {
-            buffer.param_data.untyped_storage().data_ptr(): buffer.param_data.clone()
+        # Views are recognised by their storage, and rebuilt at the same offset of the other ones.
+        self._twins_of_storage = {
+            buffer.param_data.untyped_storage().data_ptr(): [
+                buffer.param_data.clone() for _ in range(count - 1)
+            ]
             for buffer in self._flat_buffers
         }
         mine = [p.data for p in self._parameters]
-        twins = []
-        for data in mine:
-            twin = self._twin_view(data)
-            twins.append(data.clone() if twin is None else twin)
+        views = [self._twin_views(data) for data in mine]
+        twins = [
+            [data.clone() for _ in range(count - 1)] if found is None else found
+            for data, found in zip(mine, views, strict=True)
+        ]
 
-        self._data = (mine, twins)
-        self._flat = self._both([buffer.param_data for buffer in self._flat_buffers])
-        self._buckets = self._both(
+        self._data = [mine, *([each[n] for each in twins] for n in range(count - 1))]
+        self._flat = self._every([buffer.param_data for buffer in self._flat_buffers])
+        self._buckets = self._every(
             [bucket.param_data for buffer in self._flat_buffers for bucket in buffer.buckets]
         )
-        self._shard_data = self._both([shard.data for shard in self._shards])
-        loose = [i for i, data in enumerate(mine) if self._twin_view(data) is None]
-        self._loose = ([mine[i] for i in loose], [twins[i] for i in loose])
+        self._shard_data = self._every([shard.data for shard in self._shards])
+        self._loose = [
+            [tensor for tensor, found in zip(data, views, strict=True) if found is None]
+            for data in self._data
+        ]
 
+        self.delays = [count - 1] * len(mine)
+        """By how many updates the gradient of each of :attr:`parameters` is late."""
         self._offset = 0
         self.newest = 0
         """Number of the newest complete version."""
@@ -108,46 +123,65 @@ class WeightVersions:
         self.before_use: Callable[[], None] | None = None
         """Called once, before the newest version is selected: what ends its making."""
 
-    def _twin_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the view of the second flat buffer that corresponds to a view of the first."""
-        twin: torch.Tensor | None = self._twin_of_storage.get(tensor.untyped_storage().data_ptr())
-        if twin is None:
+    def _twin_views(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return the views of the other flat buffers that correspond to a view of the first."""
+        twins = self._twins_of_storage.get(tensor.untyped_storage().data_ptr())
+        if twins is None:
             return None
-        return twin.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return [
+            twin.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            for twin in twins
+        ]
 
-    def _both(self, views: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _every(self, views: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return, for each side, its own views."""
         twins = []
         for view in views:
-            twin = self._twin_view(view)
-            if twin is None:
+            found = self._twin_views(view)
+            if found is None:
                 # A shard of a parameter that is in no flat buffer.
                 raise RuntimeError(
                     "megatron_async: a view of the weights lies outside of the parameter buffers "
                     "of Megatron's DistributedDataParallel; this layout is not supported"
                 )
-            twins.append(twin)
-        return views, twins
+            twins.append(found)
+        return [views, *([each[n] for each in twins] for n in range(self.count - 1))]
 
     def select(self, version: int) -> None:
-        """Let the model compute on ``version``, the newest or the one before it.
+        """Let the model point to ``version``, one of the newest :attr:`count`.
 
         Raises:
-            ValueError: another version than these two was asked for; its buffer is reused.
+            ValueError: another version was asked for; its buffer is reused.
         """
-        if version not in (self.newest, self.newest - 1) or version < 0:
-            raise ValueError(
-                f"weight version {version} is gone or not there yet: the newest is {self.newest}"
-            )
+        self._check(version)
         if version == self.newest and self.before_use is not None:
             finish, self.before_use = self.before_use, None
             finish()
         self._point_to(version)
 
+    def compute_on(self, version: int) -> None:
+        """Let a microbatch run forward or backward on ``version``: :meth:`select`, unless stages
+        are emulated.
+
+        Raises:
+            ValueError: as :meth:`select`.
+        """
+        self.select(version)
+
+    def _check(self, version: int) -> None:
+        if not max(self.newest - self.count, -1) < version <= self.newest:
+            raise ValueError(
+                f"weight version {version} is gone or not there yet: the newest is {self.newest}"
+            )
+
     def _point_to(self, version: int) -> None:
         if version == self.selected:
             return
-        self.selected = version
         side = self._side(version)
+        moves = side != self._side(self.selected)
+        self.selected = version
+        if not moves:
+            return
         self._repoint_parameters(side)
         self._repoint_flat_buffers(side)
         self._repoint_shards(side)
@@ -175,21 +209,23 @@ class WeightVersions:
     def next_version(self) -> Iterator[int]:
         """Make version ``newest + 1``: the body is the optimizer's step.
 
-        The body starts on a copy of the newest version, in the buffer of the one before. The
-        version counts as made only if the body does not raise; until then, and if it does raise,
-        ``newest`` stays. Afterwards the model computes on the newest version.
+        The body starts on a copy of the newest version, in the buffer of the oldest; with a single
+        version on that itself. The version counts as made only if the body does not raise; until
+        then, and if it does raise, ``newest`` stays. Afterwards the model computes on the newest
+        version.
 
         In-place steps on parameters that a live graph saved are allowed here: the graph belongs to
-        the other buffer, so autograd's check of version counters would be a false alarm.
+        another buffer, so autograd's check of version counters would be a false alarm.
         """
         version = self.newest + 1
         self.select(self.newest)
         source, target = self._side(self.newest), self._side(version)
-        with torch.no_grad():
-            for old, new in zip(self._flat[source], self._flat[target], strict=True):
-                new.copy_(old)
-            if self._loose[source]:
-                torch._foreach_copy_(self._loose[target], self._loose[source])
+        if source != target:
+            with torch.no_grad():
+                for old, new in zip(self._flat[source], self._flat[target], strict=True):
+                    new.copy_(old)
+                if self._loose[source]:
+                    torch._foreach_copy_(self._loose[target], self._loose[source])
         before = self.selected
         self._point_to(version)
         try:
@@ -201,7 +237,7 @@ class WeightVersions:
         self.newest = version
 
     def _side(self, version: int) -> int:
-        return (version + self._offset) % 2
+        return (version + self._offset) % self.count
 
     def restart(self, *, newest: int = 0) -> None:
         """Number what the model points to now as version ``newest``.
@@ -216,8 +252,10 @@ class WeightVersions:
         """Set the version before the newest, from one tensor per trainable parameter.
 
         Raises:
-            ValueError: the number of tensors or a shape differs.
+            ValueError: the number of tensors or a shape differs, or one version alone is kept.
         """
+        if self.count == 1:
+            raise ValueError("there is no version before the newest")
         targets = self._data[self._side(self.newest - 1)]
         if len(values) != len(targets):
             raise ValueError(f"expected {len(targets)} tensors, got {len(values)}")
@@ -232,8 +270,7 @@ class WeightVersions:
 
         Order and shapes are those of ``parameters()`` with ``requires_grad``.
         """
-        if version not in (self.newest, self.newest - 1):
-            raise ValueError(f"weight version {version} is gone: the newest is {self.newest}")
+        self._check(version)
         return self._data[self._side(version)]
 
     @property

@@ -26,6 +26,7 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "delay_correction_momentum": (["--delay-correction-momentum", "0.9"], 0.9),
     "async_start_iteration": (["--async-start-iteration", "100"], 100),
     "deferred_update": (["--no-deferred-update"], False),
+    "emulate_pipeline_stages": (["--emulate-pipeline-stages", "16"], 16),
     "grad_norm_scope": (["--grad-norm-scope", "stage"], "stage"),
     "log_pipeline_bubble": (["--log-pipeline-bubble"], True),
     "second_grad_buffer": (["--second-grad-buffer"], True),
@@ -89,6 +90,7 @@ def test_flags_stand_beside_megatrons_in_a_group_of_their_own() -> None:
         ["--delay-correction-strength", "strong"],
         ["--delay-correction-momentum", "high"],
         ["--async-start-iteration", "1.5"],
+        ["--emulate-pipeline-stages", "many"],
         ["--grad-norm-scope", "tensor"],
     ],
 )
@@ -123,6 +125,7 @@ def test_settings_of_every_flag() -> None:
         grad_norm_scope="stage",
         log_bubble=True,
         second_grad_buffer=True,
+        emulated_stages=16,
     )
     assert config.asynchronous
     assert config.corrected
@@ -140,6 +143,8 @@ def test_settings_of_every_flag() -> None:
         (["--pipeline-schedule", "pipedream-2bw"], True),
         (["--pipeline-schedule", "pipedream-2bw", "--deferred-update"], True),
         (["--pipeline-schedule", "pipedream-2bw", "--no-deferred-update"], False),
+        (["--pipeline-schedule", "pipedream"], False),
+        (["--pipeline-schedule", "pipedream", "--deferred-update"], True),  # which is refused
     ],
 )
 def test_the_update_is_deferred_by_default_where_the_schedule_is_asynchronous(
@@ -150,6 +155,26 @@ def test_the_update_is_deferred_by_default_where_the_schedule_is_asynchronous(
     args.rerun_mode = "disabled"
     set_defaults(args)
     assert AsyncConfig.from_args(args).deferred_update is deferred
+
+
+def test_the_update_of_pipedream_is_not_deferred_with_a_notice() -> None:
+    args = parse("--pipeline-schedule", "pipedream")
+    args.rerun_mode = "disabled"
+    (notice,) = set_defaults(args)
+    assert "--no-deferred-update" in notice
+    assert set_defaults(args) == []
+    given = parse("--pipeline-schedule", "pipedream", "--no-deferred-update")
+    given.rerun_mode = "disabled"
+    assert set_defaults(given) == []
+
+
+def test_stages_are_emulated_with_pipedream_alone() -> None:
+    stages = ["--emulate-pipeline-stages", "8"]
+    pipedream = parse("--pipeline-schedule", "pipedream", *stages)
+    assert AsyncConfig.from_args(pipedream).emulated_pipeline == 8
+    two_versions = parse("--pipeline-schedule", "pipedream-2bw", *stages)
+    assert AsyncConfig.from_args(two_versions).emulated_pipeline is None
+    assert AsyncConfig.from_args(two_versions).emulated_stages == 8
 
 
 def test_reruns_are_disabled_with_a_notice() -> None:

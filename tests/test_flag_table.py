@@ -17,6 +17,7 @@ OWN = {  # flags of this package, not of Megatron
     "--delay-correction-momentum",
     "--async-start-iteration",
     "--deferred-update",
+    "--emulate-pipeline-stages",
     "--grad-norm-scope",
     "--second-grad-buffer",
     "--adan-beta1",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_async.planning import plan, timeline
-from megatron_async.planning.candidates import TITLES, build_lists, delay_of
+from megatron_async.planning.candidates import TITLES, build_lists, delays_of
 from megatron_async.planning.memory import (
     Layout,
     ModelShape,
@@ -171,6 +171,8 @@ def test_asynchronous_training_adds_what_it_says() -> None:
     assert adaptive.added - deferred.added == 4 * parameters
     assert memory(asynchronous=True, deferred_update=False).added == 2 * parameters
     assert memory(asynchronous=True, bf16=False).second_version == 4 * parameters
+    stashing = memory(asynchronous=True, deferred_update=False, other_versions=3)
+    assert stashing.added == stashing.second_version == 3 * 2 * parameters
     assert memory(bf16=False).main_parameters == 0
     assert memory(asynchronous=True, second_grad_buffer=True).added == 10 * parameters
 
@@ -223,6 +225,8 @@ def test_peak_in_flight() -> None:
         peak_in_flight(actions)
         for actions in build_lists("1f1b", stages=4, microbatches=2, iterations=3)
     ] == [2, 2, 2, 1]
+    whole_batches = build_lists("pipedream", stages=4, microbatches=2, iterations=6)
+    assert [peak_in_flight(actions) for actions in whole_batches] == [7, 5, 3, 1]
     interleaved = build_lists("interleaved", stages=4, microbatches=8, iterations=2, chunks=2)
     # 6 + 4 chunk microbatches of warm-up and one more on the first stage.
     assert peak_in_flight(interleaved[0]) == 11 / 2
@@ -231,7 +235,8 @@ def test_peak_in_flight() -> None:
 @pytest.mark.parametrize("name", TITLES)
 def test_planned_schedules_are_valid(name: str) -> None:
     lists = build_lists(name, stages=4, microbatches=4, iterations=4)
-    validate(lists, delay=delay_of(name))
+    ahead = [12, 8, 4, 0] if name == "pipedream" else None
+    validate(lists, delay=delays_of(name, stages=4), ahead=ahead)
 
 
 def test_unknown_schedule() -> None:
@@ -248,6 +253,7 @@ def test_predictions() -> None:
             "interleaved": 1026,
             "pipedream-2bw-undeferred": 1116,
             "pipedream-2bw": 756,
+            "pipedream": 1116,
         }
     )
     few = predict("pipedream-2bw", stages=4, microbatches=2, costs=costs)
@@ -282,6 +288,8 @@ def test_plan_prints_times_and_memory(capsys: pytest.CaptureFixture[str], tmp_pa
     assert len(rows) == 4 * len(TITLES)
     middle = next(r for r in rows if (r["schedule"], r["stage"]) == ("pipedream-2bw", "1"))
     assert middle["second_version_bytes"] == str(2 * 25408)
+    stashing = next(r for r in rows if (r["schedule"], r["stage"]) == ("pipedream", "1"))
+    assert stashing["second_version_bytes"] == str(2 * 2 * 25408)
     assert float(middle["ratio_to_ideal"]) == pytest.approx(1.0)
 
 

@@ -81,6 +81,9 @@ MOE = ["--num-experts", "8"]
 STAGE_NORM = ["--grad-norm-scope", "stage"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 UNDEFERRED = ["--no-deferred-update"]
+PIPEDREAM = ["--pipeline-schedule", "pipedream"]
+ONE_STAGE = ["--pipeline-model-parallel-size", "1"]
+EMULATED = ["--emulate-pipeline-stages", "4"]
 
 # rule -> (arguments added to an asynchronous run, attributes that validate_args or a script sets).
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -133,6 +136,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--pipeline-schedule", "default", "--second-grad-buffer"],
         {},
     ),
+    "emulate_pipeline_stages_with_default_schedule": (
+        ["--pipeline-schedule", "default", *EMULATED],
+        {},
+    ),
     "stage_norm_undeferred": ([*STAGE_NORM, *UNTIED, *UNDEFERRED], {}),
     "stage_norm_tied": (STAGE_NORM, {}),
     "second_grad_buffer": (["--second-grad-buffer", "--overlap-grad-reduce", *UNDEFERRED], {}),
@@ -157,6 +164,26 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "num_virtual_stages_per_pipeline_rank": (
         ["--num-virtual-stages-per-pipeline-rank", "2"],
         VIRTUAL,
+    "pipedream_deferred_update": ([*PIPEDREAM, "--deferred-update"], {}),
+    "pipedream_tied_prediction": (
+        [*PIPEDREAM, "--delay-correction", "weight-prediction"],
+        {},
+    ),
+    "pipedream_batch_size_schedule": (
+        [*PIPEDREAM, "--step-batch-size-schedule", "0:4 1280:8"],
+        {},
+    ),
+    "emulate_pipeline_stages": ([*ONE_STAGE, "--emulate-pipeline-stages", "0"], {}),
+    "emulation_in_pipeline": ([*PIPEDREAM, *EMULATED], {}),
+    "emulation_uneven": (
+        [*PIPEDREAM, *ONE_STAGE, *EMULATED, "--decoder-first-pipeline-num-layers", "3"],
+        {},
+    ),
+    "emulation_undivided": (
+        [*PIPEDREAM, *ONE_STAGE, "--emulate-pipeline-stages", "3"],
+        {},
+    ),
+    "pipedream_single_stage": ([*PIPEDREAM, *ONE_STAGE], {}),
     ),
     "pipeline_model_parallel_layout": (
         ["--pipeline-model-parallel-layout", "Et|t|t|t|t|t|t|tL"],
@@ -405,6 +432,12 @@ def test_megatrons_own_checks_leave_what_the_rules_read(parser: argparse.Argumen
     ]
     errors, _ = problems(validate(parser, [*PLAIN, *ASYNC, "--enable-cuda-graph"]))
     assert [text.partition(":")[0] for text in errors] == ["--cuda-graph-impl"]
+        ([*PIPEDREAM, "--no-deferred-update", "--log-params-norm"], 4),
+        ([*PIPEDREAM, "--global-batch-size", "1"], 4),
+        ([*PIPEDREAM, "--delay-correction", "nesterov"], 4),
+        ([*PIPEDREAM, "--delay-correction", "weight-prediction", *UNTIED], 4),
+        ([*PIPEDREAM, *ONE_STAGE, "--emulate-pipeline-stages", "8"], 4),
+        ([*ONE_STAGE, "--emulate-pipeline-stages", "16"], 4),
     pattern = ["--hybrid-override-pattern", "M*M*M*M*"]
     errors, _ = problems(validate(parser, [*PLAIN, *ASYNC, *pattern]))
     assert "--hybrid-layer-pattern" in {text.partition(":")[0] for text in errors}

@@ -94,6 +94,41 @@ def test_versions_that_are_gone_or_not_there_are_refused() -> None:
             weights.select(version)
 
 
+@pytest.mark.parametrize("build", [lambda: _plain(), lambda: _flat()[:2]], ids=["plain", "flat"])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_as_many_versions_as_are_asked_for(build: Any, count: int) -> None:
+    model, optimizer = build()
+    weights = WeightVersions(model, optimizer, count=count)
+    assert weights.delays == [count - 1, count - 1]
+    start = _values(model)
+    for version in range(1, 10):
+        with weights.next_version(), torch.no_grad():
+            for p in weights.parameters:
+                p += 1.0
+        oldest = max(version - count + 1, 0)
+        for kept in range(oldest, version + 1):
+            weights.compute_on(kept)
+            assert _values(model) == [[x + kept for x in row] for row in start]
+        if oldest:
+            with pytest.raises(ValueError, match=f"version {oldest - 1} is gone"):
+                weights.select(oldest - 1)
+        weights.select(version)
+    weights.restart(newest=2)
+    with weights.next_version():
+        pass
+    assert _values(model) == [[x + 9 for x in row] for row in start]
+    storages = {s.data_ptr() for v in range(4 - count, 4) for s in weights.storages(v)}
+    assert len(storages) == count * len(weights.storages(0))
+
+
+def test_a_version_before_the_newest_needs_a_place() -> None:
+    weights = WeightVersions(*_plain(), count=1)
+    with pytest.raises(ValueError, match="no version before"):
+        weights.set_previous([])
+    with pytest.raises(ValueError, match="at least one weight version, got 0"):
+        WeightVersions(*_plain(), count=0)
+
+
 def test_failed_update_is_not_published() -> None:
     model, optimizer = _plain()
     weights = WeightVersions(model, optimizer)

@@ -160,6 +160,8 @@ class Storage:
     """Main parameters, optimizer state, gradient copy and correction are sharded over the
     data-parallel ranks."""
     asynchronous: bool = False
+    other_versions: int = 1
+    """Weight versions beside the newest, if asynchronous."""
     deferred_update: bool = True
     correction_buffers: int = 0
     """Buffers of the delay correction."""
@@ -179,7 +181,7 @@ class StageMemory:
     main_parameters: int
     optimizer_state: int
     second_version: int
-    """The other weight version, in the model's precision."""
+    """The other weight version, in the model's precision; with PipeDream all the others."""
     gradient_copy: int
     """What a launched update holds until it is completed, fp32."""
     correction: int
@@ -235,7 +237,7 @@ def stage_memory(
         gradients=4 * count.total,
         main_parameters=sharded(4 * count.total) if storage.bf16 else 0,
         optimizer_state=sharded(of_matrices * count.matrices + of_others * count.others),
-        second_version=precision * count.total if asynchronous else 0,
+        second_version=precision * storage.other_versions * count.total if asynchronous else 0,
         gradient_copy=sharded(4 * count.total) if copies else 0,
         correction=sharded(4 * storage.correction_buffers * count.total) if asynchronous else 0,
         second_grad_buffer=4 * count.total if copies and storage.second_grad_buffer else 0,

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from megatron_async.planning.candidates import TITLES, build_lists
+from megatron_async.planning.candidates import TITLES, build_lists, iterations_to_settle
 from megatron_async.schedules.actions import Kind
 from megatron_async.schedules.simulator import Costs, Event, Simulation, simulate
 
@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.iterations < 1:
             raise ValueError(f"--iterations must be at least 1, got {args.iterations}")
         for name in names:
-            for iterations in (args.iterations, max(args.iterations, 16)):
+            settled = iterations_to_settle(name, stages=args.stages)
+            for iterations in (args.iterations, max(args.iterations, settled)):
                 lists = build_lists(
                     name,
                     stages=args.stages,

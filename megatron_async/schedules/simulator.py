@@ -113,17 +113,26 @@ class Simulation:
     def window(self) -> tuple[int, int]:
         """Two batches (first, last): the steady state lasts from the end of the one's backwards to
         the end of the other's. The first third of the calls fills the pipeline and settles, the
-        last call drains it.
+        last call drains it (with PipeDream the last p - 1 do).
 
         Raises:
-            ValueError: fewer than 4 calls.
+            ValueError: fewer than 3 calls that do not drain.
         """
-        if len(self.batches) < 4:
+        undrained = len(self.batches) - self._draining
+        if undrained < 3:
             raise ValueError(
-                f"a steady state needs at least 4 iterations, got {len(self.batches)}: "
-                "the pipeline is filled in the first and drained in the last"
+                f"a steady state needs at least {3 + self._draining} iterations, got "
+                f"{len(self.batches)}: the pipeline is filled in the first and drained in the last"
             )
-        return self.batches[len(self.batches) // 3], self.batches[-2]
+        return self.batches[(undrained + 1) // 3], self.batches[undrained - 1]
+
+    @property
+    def _draining(self) -> int:
+        """How many calls at the end are counted as draining: at least one, and all in which stage 0
+        forwards nothing any more."""
+        compute = [event.action for event in self.events[0] if event.action.kind in COMPUTE]
+        last = max((i for i, a in enumerate(compute) if a.kind is Kind.FORWARD), default=-1)
+        return max(1, len({action.batch for action in compute[last + 1 :]}) - 1)
 
     def backward_end(self, stage: int, batch: int) -> float:
         """When the batch's last backward ended on the stage."""

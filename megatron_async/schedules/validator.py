@@ -43,7 +43,12 @@ class ScheduleError(Exception):
         self.reason = reason
 
 
-def validate(lists: Sequence[Sequence[Action]], *, delay: int = 1) -> None:
+def validate(
+    lists: Sequence[Sequence[Action]],
+    *,
+    delay: int | Sequence[int] = 1,
+    ahead: Sequence[int] | None = None,
+) -> None:
     """Check the lists of all stages, one list a stage, over any number of calls.
 
     On each stage: every microbatch is forwarded once and then has its backward once, on the same
@@ -51,21 +56,27 @@ def validate(lists: Sequence[Sequence[Action]], *, delay: int = 1) -> None:
     (0 at the start) and exists; an update has the gradients of the whole batch, comes in order, and
     overwrites no version that a microbatch in flight still needs (version v lives in buffer
     v mod (delay + 1)); at most one update is launched and not completed; no more microbatches are
-    in flight than Megatron's own schedule keeps (p - s without interleaving); the lists end with
-    the pipeline drained on all stages, or with w microbatches in flight on each.
+    in flight than the stage may run ahead, and one; the lists end with the pipeline drained on all
+    stages, or with as many microbatches in flight on each as it runs ahead.
     Between stages: what one sends is what the other receives, in the same order.
 
     Args:
         lists: `lists[s]` is stage s's list, from a first call (empty pipeline) on.
-        delay: By how many updates a gradient is stale: 1 for PipeDream-2BW, 0 for the synchronous
-            schedules.
+        delay: By how many updates a gradient is stale, on all stages or on each: 1 for
+            PipeDream-2BW, p - 1 - s for PipeDream, 0 for the synchronous schedules.
+        ahead: How many microbatches each stage runs ahead; by default as many as in Megatron's own
+            schedule (p - 1 - s without interleaving).
 
     Raises:
         ScheduleError: Names the stage, the action and the reason, for the first fault found.
-        ValueError: No stages, or a negative delay.
+        ValueError: No stages, not one delay (or number of microbatches ahead) for each, or a
+            negative delay.
     """
-    if not lists or delay < 0:
+    delays = [delay] * len(lists) if isinstance(delay, int) else list(delay)
+    if not lists or min(delays, default=-1) < 0:
         raise ValueError(f"need at least one stage and delay >= 0, got {len(lists)}, {delay}")
+    if len(delays) != len(lists) or (ahead is not None and len(ahead) != len(lists)):
+        raise ValueError(f"there are {len(lists)} stages, delays are {delay}, ahead is {ahead}")
     chunks = 1 + max((action.chunk for actions in lists for action in actions), default=0)
     sizes: defaultdict[int, set[_Microbatch]] = defaultdict(set)
     for actions in lists:
@@ -73,7 +84,14 @@ def validate(lists: Sequence[Sequence[Action]], *, delay: int = 1) -> None:
             if action.kind is Kind.FORWARD:
                 sizes[action.batch].add((action.batch, action.microbatch, action.chunk))
     stages = [
-        _Stage(stage, len(lists), chunks=chunks, delay=delay, batches=sizes)
+        _Stage(
+            stage,
+            len(lists),
+            chunks=chunks,
+            delay=delays[stage],
+            ahead=None if ahead is None else ahead[stage],
+            batches=sizes,
+        )
         for stage in range(len(lists))
     ]
     for stage, actions in zip(stages, lists, strict=True):
@@ -93,6 +111,7 @@ class _Stage:
         *,
         chunks: int,
         delay: int,
+        ahead: int | None,
         batches: dict[int, set[_Microbatch]],
     ) -> None:
         self.stage = stage
@@ -100,9 +119,11 @@ class _Stage:
         self.chunks = chunks
         self.delay = delay
         self.batches = batches
-        self.ahead = stages - 1 - stage
-        if chunks > 1:
-            self.ahead = 2 * self.ahead + (chunks - 1) * stages
+        if ahead is None:
+            ahead = stages - 1 - stage
+            if chunks > 1:
+                ahead = 2 * ahead + (chunks - 1) * stages
+        self.ahead = ahead
         start = min(batches, default=0)
         # Of a resumed run the previous version too is at hand.
         self.resident = {v % (delay + 1): v for v in range(max(start - delay, 0), start + 1)}

@@ -2,9 +2,9 @@
 
 The checks are pure functions of Megatron's validated namespace. What is checked stands in tables of
 rules: :mod:`~megatron_async.validation.own_flags`, :mod:`~megatron_async.validation.schedule`,
-:mod:`~megatron_async.validation.training`, and what is only warned of in
-:mod:`~megatron_async.validation.unwise`. The reasons come from reading Megatron 0.19.2;
-docs/flags.md sorts every flag of that release, and a test keeps the two consistent.
+:mod:`~megatron_async.validation.pipedream`, :mod:`~megatron_async.validation.training`, and what is
+only warned of in :mod:`~megatron_async.validation.unwise`. The reasons come from reading Megatron
+0.19.2; docs/flags.md sorts every flag of that release, and a test keeps the two consistent.
 
 Without a flag of this package nothing is checked, and with the default schedule only what concerns
 the flags given.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Final, TextIO
 
 from megatron_async.arguments import AsyncConfig, used
-from megatron_async.validation import own_flags, schedule, training, unwise
+from megatron_async.validation import own_flags, pipedream, schedule, training, unwise
 from megatron_async.validation.rule import TESTED_MEGATRON, Facts, Rule, Scope, Subject
 
 __all__ = ["RULES", "TESTED_MEGATRON", "ArgumentError", "Facts", "Rule", "check", "enforce"]
@@ -25,6 +25,7 @@ __all__ = ["RULES", "TESTED_MEGATRON", "ArgumentError", "Facts", "Rule", "check"
 RULES: Final[tuple[Rule, ...]] = (
     *own_flags.RULES,
     *schedule.RULES,
+    *pipedream.RULES,
     *training.RULES,
     *unwise.RULES,
 )

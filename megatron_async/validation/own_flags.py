@@ -157,14 +157,15 @@ RULES: Final[tuple[Rule, ...]] = (
         for flag, default in (
             ("--async-start-iteration", 0),
             ("--deferred-update", None),
+            ("--emulate-pipeline-stages", None),
             ("--grad-norm-scope", "global"),
             ("--second-grad-buffer", False),
         )
     ),
     rule(
         "--grad-norm-scope",
-        "a norm per stage is taken by the deferred update alone",
-        "Drop --no-deferred-update, or use --grad-norm-scope global.",
+        "a norm per stage is taken by the deferred update of pipedream-2bw alone",
+        "Let the update be deferred, or use --grad-norm-scope global.",
         when=lambda s: s.config.grad_norm_scope == "stage" and not s.config.deferred_update,
         name="stage_norm_undeferred",
     ),
@@ -178,8 +179,8 @@ RULES: Final[tuple[Rule, ...]] = (
     ),
     rule(
         "--second-grad-buffer",
-        "without the deferred update nothing runs while the gradients are reduced",
-        "Drop it, or drop --no-deferred-update.",
+        "without the deferred update of pipedream-2bw nothing runs while the gradients are reduced",
+        "Drop it, or let the update be deferred.",
         when=lambda s: s.config.second_grad_buffer and not s.config.deferred_update,
     ),
     rule(

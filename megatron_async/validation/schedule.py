@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_async.validation.rule import Rule, Subject, dest_of, given, rule
+from megatron_async.arguments import PIPEDREAM
 
 __all__ = ["RULES", "batch_sizes"]
 
@@ -129,6 +130,8 @@ _PIPELINE = (
         "while microbatches are in flight",
         "Drop it; --recompute-granularity saves memory too.",
     ),
+        # PipeDream runs whole batches ahead.
+        and s.config.schedule != PIPEDREAM
     rule(
         "--cpu-offloading-num-layers",
         "its offload order assumes that a microbatch's backward follows its own forward",
