@@ -45,6 +45,7 @@ class Setting:
     momentum: float = 0.99
     adaptive: bool = False
     delay: int = 1
+    rtol: float = RTOL
 
     def job(self, stages: int) -> Job:
         flags: dict[str, Value] = {
@@ -74,7 +75,8 @@ SETTINGS = (
 OTHER_CORRECTIONS = (
     Setting("adamw-adaptive", "adam", 1e-3, correction="error-feedback", adaptive=True),
     Setting("sgd-predicted", "sgd", 0.1, correction="weight-prediction", strength=0.5),
-    Setting("adamw-nesterov", "adam", 1e-3, correction="nesterov", momentum=0.9),
+    # The first step is a fifth as long, and what is rounded is the weights.
+    Setting("adamw-nesterov", "adam", 1e-3, correction="nesterov", momentum=0.9, rtol=5e-5),
     Setting(
         "sgd-compensated",
         "sgd",
@@ -176,7 +178,7 @@ def test_parameters_follow_the_reference(
             # Relative to the way that the parameters have gone, not to their size.
             way = _distance(found, start)
             off = _distance(found, wanted)
-            assert off <= RTOL * way, f"step {k}: off by {off / way:.1e}"
+            assert off <= case.setting.rtol * way, f"step {k}: off by {off / way:.1e}"
         covered |= {_reference_name(name) for name in stage["initial"]}
     assert covered == start.keys()
 
