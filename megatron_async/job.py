@@ -13,10 +13,15 @@ from typing import BinaryIO
 
 import psutil
 
-__all__ = ["Job", "JobError"]
+__all__ = ["Job", "JobError", "end_family", "problem_in", "rank_environment", "torchrun"]
 
 _GRACE_S = 10.0
-_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception)\b.*|megatron_async: .*)")
+_REFUSAL = re.compile(r"megatron_async: \d+ problems? with the arguments:\n(?:  .*\n?)+")
+_ERRORS = (
+    re.compile(r"^(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE),
+    re.compile(r"^\S+: (error: .*)", re.MULTILINE),  # argparse's
+    re.compile(r"^megatron_async: (there is no .*|.* does not work on CPU ranks .*)", re.MULTILINE),
+)
 
 
 class JobError(Exception):
@@ -39,13 +44,7 @@ class Job:
     def __init__(
         self, arguments: Sequence[str], *, ranks: int, log: Path, silence_s: float
     ) -> None:
-        # Rendezvous on a port that torchrun itself binds, reached over the loopback device: neither
-        # a free port nor the host's name has to be found.
-        rendezvous = ("--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks))
-        self._command = [
-            *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
-            *arguments,
-        ]
+        self._command = [*torchrun(ranks), *arguments]
         self._log = log
         self._silence_s = silence_s
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -53,7 +52,7 @@ class Job:
     def __enter__(self) -> "Job":
         self._process = subprocess.Popen(
             self._command,
-            env=_environment(),
+            env=rank_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -71,7 +70,7 @@ class Job:
         traceback: TracebackType | None,
     ) -> None:
         if self._process.poll() is None:
-            _end(self._process.pid)
+            end_family(self._process.pid)
             self._process.wait()
 
     def follow(self) -> Iterator[str]:
@@ -80,18 +79,15 @@ class Job:
         Raises:
             JobError: it failed, or printed nothing for too long.
         """
-        problem = ""
         with self._log.open("wb") as log:
             log.write((" ".join(self._command) + "\n").encode())
             while (line := self._next()) is not None:
                 log.write(line)
                 log.flush()
-                text = line.decode(errors="replace").rstrip("\n")
-                match = _ERROR.match(text)
-                problem = problem or (match[1] if match else "")
-                yield text
+                yield line.decode(errors="replace").rstrip("\n")
         code = self._process.wait()
         if code:
+            problem = problem_in(self._log.read_text(encoding="utf-8", errors="replace"))
             raise JobError(
                 f"the run failed with exit code {code}: {problem or 'no error message was found'}\n"
                 f"Its whole output is in {self._log}."
@@ -112,7 +108,28 @@ class Job:
             ) from None
 
 
-def _environment() -> dict[str, str]:
+def torchrun(ranks: int) -> list[str]:
+    """The start of a command that runs so many ranks on this machine.
+
+    Rendezvous on a port that torchrun itself binds, reached over the loopback device: neither a
+    free port nor the host's name has to be found.
+    """
+    rendezvous = ("--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks))
+    return [sys.executable, "-m", "torch.distributed.run", *rendezvous]
+
+
+def problem_in(output: str) -> str:
+    """The error message that a job's output holds; empty if it holds none."""
+    if match := _REFUSAL.search(output):
+        return match[0].rstrip()
+    for pattern in _ERRORS:
+        if match := pattern.search(output):
+            return match[1]
+    return ""
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment of this process, as a job's should be: one thread a rank, unbuffered."""
     # A caller that runs under torchrun itself would hand its own rank down.
     of_a_rank = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     inherited = {
@@ -129,13 +146,15 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _end(pid: int) -> None:
-    """End a process and all below it; torchrun's ranks are sessions of their own."""
-    try:
-        root = psutil.Process(pid)
-        family = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
+def end_family(*pids: int) -> None:
+    """End processes and all below them; torchrun's ranks are sessions of their own."""
+    family = []
+    for pid in pids:
+        try:
+            root = psutil.Process(pid)
+            family += [*root.children(recursive=True), root]
+        except psutil.NoSuchProcess:
+            continue
     for process in family:
         try:
             process.terminate()

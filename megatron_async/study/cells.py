@@ -1,0 +1,207 @@
+"""The cells of a study: which runs it takes, and which learning rate each optimizer gets.
+
+A learning rate is chosen by synchronous runs with one seed, and then serves all modes and seeds of
+that optimizer, as in the paper. What is to be run depends on results so far, so :func:`plan` is
+called again after every run.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_async.study.config import NONE, Flags, Mode, Study, Variant, flag_words
+from megatron_async.study.results import CellResult
+
+__all__ = ["Cell", "Choice", "choose", "count", "plan", "tuning_cells"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training run.
+
+    Attributes:
+        variant: the optimizer's name in results.
+        optimizer: its key in the configuration.
+        momentum: see :class:`~megatron_async.study.config.Variant`.
+        delay, correction: names.
+        learning_rate: the peak.
+        seed: of the initial weights and of the order of the data.
+        flags: all of Megatron's and ours, the dataset's path left out.
+        identity: what else the result depends on: ranks, device, script and dataset.
+    """
+
+    variant: str
+    optimizer: str
+    momentum: float | None
+    delay: str
+    correction: str
+    learning_rate: float
+    seed: int
+    flags: Flags
+    identity: tuple[str, ...]
+
+    @cached_property
+    def name(self) -> str:
+        """Of its folder: the settings, and a hash of the whole command.
+
+        The order of flags does not count, nor does where the folder of the study lies.
+        """
+        whole = json.dumps([sorted(self.flags.items()), self.identity])
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:10]
+        return f"{self.label.replace(' ', '_')}-{digest}"
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        parts = [self.variant, "synchronous" if self.delay == NONE else self.delay]
+        if self.correction != NONE:
+            parts.append(self.correction)
+        return " ".join([*parts, f"lr{self.learning_rate:g}", f"seed{self.seed}"])
+
+    @property
+    def words(self) -> list[str]:
+        """The training script's arguments but for the dataset."""
+        return flag_words(self.flags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The learning rate of an optimizer.
+
+    Attributes:
+        losses: the final validation loss by learning rate; infinite where the run diverged. Empty
+            if there was only one rate.
+        learning_rate: the best one; None if none was any good.
+    """
+
+    losses: Mapping[float, float]
+    learning_rate: float | None
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether a better rate may lie outside of those that were tried."""
+        return len(self.losses) > 1 and self.learning_rate in (min(self.losses), max(self.losses))
+
+
+def plan(study: Study, results: Mapping[str, CellResult], *, identity: Sequence[str]) -> list[Cell]:
+    """The cells that are known to be needed, in the order to run them.
+
+    Args:
+        study: what to do.
+        results: what is done, by the name of the cell.
+        identity: see :class:`Cell`.
+    """
+    cells: dict[str, Cell] = {}
+    tuning = study.tuning_seed is not None
+    if tuning:
+        for variant in study.variants:
+            for cell in tuning_cells(study, variant, identity=identity):
+                cells.setdefault(cell.name, cell)
+    # Seed by seed, so that a study that is stopped early still compares all there is.
+    for seed in study.seeds:
+        for variant in study.variants:
+            rates: Sequence[float] = variant.learning_rates
+            if tuning:
+                choice = choose(study, variant, results, identity=identity)
+                rates = (
+                    ()
+                    if choice is None or choice.learning_rate is None
+                    else (choice.learning_rate,)
+                )
+            for rate in rates:
+                for mode in _modes_of(study, variant):
+                    cell = _cell(study, variant, mode, rate=rate, seed=seed, identity=identity)
+                    cells.setdefault(cell.name, cell)
+    return list(cells.values())
+
+
+def tuning_cells(study: Study, variant: Variant, *, identity: Sequence[str]) -> list[Cell]:
+    """The synchronous runs that choose an optimizer's learning rate; none if there is one rate."""
+    if study.tuning_seed is None or len(variant.learning_rates) == 1:
+        return []
+    synchronous = Mode(delay=NONE, correction=NONE, flags={})
+    # A mode of the study may have flags of its own for synchronous training.
+    mode = next((mode for mode in study.modes if mode.synchronous), synchronous)
+    return [
+        _cell(study, variant, mode, rate=rate, seed=study.tuning_seed, identity=identity)
+        for rate in variant.learning_rates
+    ]
+
+
+def choose(
+    study: Study,
+    variant: Variant,
+    results: Mapping[str, CellResult],
+    *,
+    identity: Sequence[str],
+) -> Choice | None:
+    """The learning rate with the lowest validation loss, once all of them were tried."""
+    cells = tuning_cells(study, variant, identity=identity)
+    if not cells:
+        return Choice(losses={}, learning_rate=variant.learning_rates[0])
+    if any(cell.name not in results for cell in cells):
+        return None
+    losses = {cell.learning_rate: results[cell.name].loss for cell in cells}
+    best = min(losses, key=lambda rate: losses[rate])
+    return Choice(losses=losses, learning_rate=best if math.isfinite(losses[best]) else None)
+
+
+def count(study: Study, *, identity: Sequence[str]) -> int:
+    """How many cells the study has in all, whichever learning rates are chosen."""
+    total = 0
+    for variant in study.variants:
+        modes = _modes_of(study, variant)
+        if study.tuning_seed is None:
+            total += len(variant.learning_rates) * len(modes) * len(study.seeds)
+            continue
+        tuning = tuning_cells(study, variant, identity=identity)
+        total += len(tuning) + len(modes) * len(study.seeds)
+        if tuning and study.tuning_seed in study.seeds and any(m.synchronous for m in modes):
+            total -= 1
+    return total
+
+
+def _modes_of(study: Study, variant: Variant) -> list[Mode]:
+    return [
+        mode
+        for mode in study.modes
+        if mode.optimizers is None or variant.optimizer in mode.optimizers
+    ]
+
+
+def _cell(
+    study: Study,
+    variant: Variant,
+    mode: Mode,
+    *,
+    rate: float,
+    seed: int,
+    identity: Sequence[str],
+) -> Cell:
+    flags = {
+        # The study reads every line; and a loss that is NaN ends the run, in every mode at once.
+        "log-interval": ("1",),
+        "rerun-mode": ("disabled",),
+        # At the end of training only.
+        "eval-interval": (str(10 * study.iterations),),
+        **study.flags,
+        **variant.flags,
+        **mode.flags,
+        "lr": (f"{rate:g}",),
+        "min-lr": (f"{rate * study.min_lr_ratio:g}",),
+        "seed": (str(seed),),
+    }
+    return Cell(
+        variant=variant.name,
+        optimizer=variant.optimizer,
+        momentum=variant.momentum,
+        delay=mode.delay,
+        correction=mode.correction,
+        learning_rate=rate,
+        seed=seed,
+        flags=flags,
+        identity=tuple(identity),
+    )
