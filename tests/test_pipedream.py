@@ -158,7 +158,16 @@ SYNCHRONOUS = job(clip_grad=CLIP)
 TWO_VERSIONS: Mapping[str, Value] = {"pipeline_schedule": "pipedream-2bw", "clip_grad": CLIP}
 
 
-@pytest.mark.parametrize("case", [Jobs((emulated(1), SYNCHRONOUS))], ids=["one"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Jobs((emulated(1), SYNCHRONOUS)), id="one"),
+        # Nothing is to be predicted without a delay.
+        pytest.param(
+            Jobs((emulated(1, delay_correction="weight-prediction"), SYNCHRONOUS)), id="predicted"
+        ),
+    ],
+)
 def test_one_emulated_stage_is_synchronous_training(results: Results, case: Jobs) -> None:
     found, wanted = (results[each] for each in case.jobs)
     assert found.losses == wanted.losses
