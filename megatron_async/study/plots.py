@@ -138,7 +138,7 @@ def _bars(
             places,
             lengths,
             height=0.9 * height,
-            xerr=errors,
+            xerr=errors if any(errors) else None,
             capsize=2,
             color=f"C{index + 1}",
             label=mode,
@@ -251,6 +251,11 @@ def _against(
                 label=mode if len(keys) == 1 else f"{mode}, {one:g}",
             )
         axes.set_xscale(scale)
+        places = sorted(
+            {at(one) for each, line in lines.items() if each[0] == optimizer for one in line}
+        )
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.minorticks_off()
         axes.set_title(optimizer, fontsize=9)
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
