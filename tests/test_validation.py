@@ -153,17 +153,17 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {},
     ),
     "megatron_version": ([], {}),  # through the facts
+    "adaptive_muon": (["--optimizer", "adaptive_muon"], {}),  # through the facts, too
+    "layer_wise_fp32": (
+        ["--optimizer", "muon", "--use-distributed-optimizer"],
+        {"use_layer_wise_distributed_optimizer": True, "bf16": False},
+    ),
+    "soap_torch_dist": (
+        ["--optimizer", "soap", "--save", "checkpoints", "--ckpt-format", "torch_dist"],
+        {},
+    ),
     "yaml_cfg": (["--yaml-cfg", "config.yaml"], {}),
     "cpu_context_parallel": (["--cpu", "--context-parallel-size", "2"], {}),
-    "global_batch_size": (["--global-batch-size", "2"], {}),
-    "step_batch_size_schedule": (["--step-batch-size-schedule", "0:2 1280:8"], {}),
-    "num_layers_per_virtual_pipeline_stage": (
-        ["--num-layers-per-virtual-pipeline-stage", "1"],
-        VIRTUAL,
-    ),
-    "num_virtual_stages_per_pipeline_rank": (
-        ["--num-virtual-stages-per-pipeline-rank", "2"],
-        VIRTUAL,
     "pipedream_deferred_update": ([*PIPEDREAM, "--deferred-update"], {}),
     "pipedream_tied_prediction": (
         [*PIPEDREAM, "--delay-correction", "weight-prediction"],
@@ -184,6 +184,20 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {},
     ),
     "pipedream_single_stage": ([*PIPEDREAM, *ONE_STAGE], {}),
+    "global_batch_size": (["--global-batch-size", "2"], {}),
+    "step_batch_size_schedule": (["--step-batch-size-schedule", "0:2 1280:8"], {}),
+    "shrinking_batch": (["--step-batch-size-schedule", "0:8 1280:4"], {}),
+    "uneven_batch": (
+        ["--micro-batch-size", "2", "--step-batch-size-schedule", "0:6 1280:9"],
+        {},
+    ),
+    "num_layers_per_virtual_pipeline_stage": (
+        ["--num-layers-per-virtual-pipeline-stage", "1"],
+        VIRTUAL,
+    ),
+    "num_virtual_stages_per_pipeline_rank": (
+        ["--num-virtual-stages-per-pipeline-rank", "2"],
+        VIRTUAL,
     ),
     "pipeline_model_parallel_layout": (
         ["--pipeline-model-parallel-layout", "Et|t|t|t|t|t|t|tL"],
@@ -272,6 +286,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "perform_rl_step": (["--perform-rl-step"], {}),
     "iterations_to_skip": (["--iterations-to-skip", "3", "4"], {}),
     "external_dataloader": (["--dataloader-type", "external"], {}),
+    "full_validation": (["--full-validation"], {}),
     "phase_transition_iterations": (["--phase-transition-iterations", "10"], {}),
     "rerun_report_stats": (["--rerun-mode", "report_stats"], {}),
     "inprocess_restart": (["--inprocess-restart"], {}),
@@ -345,6 +360,8 @@ def case(parser: argparse.ArgumentParser, rule: Rule) -> argparse.Namespace:
 
 
 def facts_of(rule: Rule) -> Facts:
+    if rule.name == "adaptive_muon":
+        return Facts(megatron_version="0.19.2", adaptive_muon_runs=False)
     return Facts(megatron_version="0.21.0") if rule.name == "megatron_version" else FACTS
 
 
@@ -415,6 +432,12 @@ def test_nothing_is_checked_without_a_flag_of_this_package(
         (["--dataloader-type", "cyclic", "--async-start-iteration", "5"], 4),
         (["--ckpt-assume-constant-structure", "--async-save"], 4),
         (["--eval-iters", "0", "--use-tp-pp-dp-mapping"], 8),
+        ([*PIPEDREAM, "--no-deferred-update", "--log-params-norm"], 4),
+        ([*PIPEDREAM, "--global-batch-size", "1"], 4),
+        ([*PIPEDREAM, "--delay-correction", "nesterov"], 4),
+        ([*PIPEDREAM, "--delay-correction", "weight-prediction", *UNTIED], 4),
+        ([*PIPEDREAM, *ONE_STAGE, "--emulate-pipeline-stages", "8"], 4),
+        ([*ONE_STAGE, "--emulate-pipeline-stages", "16"], 4),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -432,12 +455,6 @@ def test_megatrons_own_checks_leave_what_the_rules_read(parser: argparse.Argumen
     ]
     errors, _ = problems(validate(parser, [*PLAIN, *ASYNC, "--enable-cuda-graph"]))
     assert [text.partition(":")[0] for text in errors] == ["--cuda-graph-impl"]
-        ([*PIPEDREAM, "--no-deferred-update", "--log-params-norm"], 4),
-        ([*PIPEDREAM, "--global-batch-size", "1"], 4),
-        ([*PIPEDREAM, "--delay-correction", "nesterov"], 4),
-        ([*PIPEDREAM, "--delay-correction", "weight-prediction", *UNTIED], 4),
-        ([*PIPEDREAM, *ONE_STAGE, "--emulate-pipeline-stages", "8"], 4),
-        ([*ONE_STAGE, "--emulate-pipeline-stages", "16"], 4),
     pattern = ["--hybrid-override-pattern", "M*M*M*M*"]
     errors, _ = problems(validate(parser, [*PLAIN, *ASYNC, *pattern]))
     assert "--hybrid-layer-pattern" in {text.partition(":")[0] for text in errors}
@@ -554,6 +571,34 @@ def test_step_with_too_few_microbatches_is_found_wherever_it_stands(
     assert len(errors) == 1
     assert errors[0].startswith("--step-batch-size-schedule: a batch has 2 microbatches")
     assert problems(validate(parser, [*argv, "--async-start-iteration", "10"])) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "word"),
+    [
+        ("0:8 1280:12 2560:8", [], "shrinks from 12 to 8 samples at iteration 6"),
+        ("0:8 1280:12 2560:9", [], "shrinks from 12 to 9 samples at iteration 6"),
+        ("0:8 1280:8 2560:12", [], None),
+        ("0:8 12800:4", [], None),  # behind the last of 20 iterations
+        ("0:8 10240:4", [], None),  # that one's last sample
+        ("0:8 10176:4", ["--train-iters", "21"], "shrinks from 8 to 4 samples at iteration 21"),
+        ("0:6 640:9 1280:12", ["--micro-batch-size", "2"], "9 samples, from iteration 3 on"),
+        ("0:6 640:9", ["--micro-batch-size", "2", "--load", "x"], "9 samples, from iteration 3 on"),
+        ("0:7 640:8", ["--micro-batch-size", "2"], "7 samples, from iteration 1 on"),
+        ("0:7 640:8", ["--micro-batch-size", "2", "--load", "x"], None),
+    ],
+)
+def test_batches_on_which_megatron_would_stop_in_mid_run(
+    parser: argparse.ArgumentParser, schedule: str, more: list[str], word: str | None
+) -> None:
+    argv = [*MODEL, *LAYOUT, *ASYNC, "--step-batch-size-schedule", schedule, *more]
+    errors, _ = problems(parse(parser, argv))
+    if word is None:
+        assert errors == []
+    else:
+        assert len(errors) == 1
+        assert errors[0].startswith("--step-batch-size-schedule: ")
+        assert word in errors[0]
 
 
 def test_configuration_objects_are_checked_too(parser: argparse.ArgumentParser) -> None:

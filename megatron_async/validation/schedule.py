@@ -1,18 +1,40 @@
 """Rules that follow from the schedule: microbatches of two batches, and of two weight versions, are
 in flight at once, also between iterations."""
 
+import itertools
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
-from megatron_async.validation.rule import Rule, Subject, dest_of, given, rule
 from megatron_async.arguments import PIPEDREAM
+from megatron_async.validation.rule import Rule, Subject, dest_of, given, rule
 
 __all__ = ["RULES", "batch_sizes"]
 
 
+class _Step(NamedTuple):
+    """A part of --step-batch-size-schedule in which iterations are run."""
+
+    size: int
+    """Samples of a batch."""
+    first: int
+    """Its first iteration (0 is the run's first)."""
+    end: float
+    """The iteration behind its last one."""
+    samples: int
+    """Samples that were consumed before it."""
+
+
 def batch_sizes(subject: Subject) -> list[int]:
-    """Global batch sizes of the asynchronous iterations, in samples, in order.
+    """Global batch sizes of the asynchronous iterations, in samples, in order."""
+    if subject.get("step_batch_size_schedule") is None:
+        return [int(subject.get("global_batch_size"))]
+    start = subject.config.start_iteration
+    return [step.size for step in _steps(subject) if step.end > start]
+
+
+def _steps(subject: Subject) -> list[_Step]:
+    """The steps of --step-batch-size-schedule, without those that are over before they begin.
 
     Source: ``StepBatchsizeNumMicroBatchesCalculator`` in
     megatron/core/num_microbatches_calculator.py, where a size holds while the samples consumed so
@@ -20,21 +42,64 @@ def batch_sizes(subject: Subject) -> list[int]:
     """
     schedule = subject.get("step_batch_size_schedule")
     if schedule is None:
-        return [int(subject.get("global_batch_size"))]
-    steps = _steps(schedule, subject.get("seq_length"))
-    sizes: list[int] = []
+        return []
+    parsed = _parsed(schedule, subject.get("seq_length"))
+    steps: list[_Step] = []
     consumed = iteration = 0
-    for (_, size), (end, _) in zip(steps, [*steps[1:], (None, 0)], strict=True):
+    for (_, size), (end, _) in zip(parsed, [*parsed[1:], (None, 0)], strict=True):
         iterations = math.inf if end is None else max(0, math.ceil((end - consumed) / size))
-        if iterations and iteration + iterations > subject.config.start_iteration:
-            sizes.append(size)
+        if iterations:
+            steps.append(_Step(size, iteration, iteration + iterations, consumed))
         if end is not None:
             consumed += int(iterations) * size
             iteration += int(iterations)
-    return sizes
+    return steps
 
 
-def _steps(schedule: str, seq_length: int | None) -> list[tuple[int, int]]:
+def _steps_run(subject: Subject) -> list[_Step]:
+    """Those that begin before the run ends."""
+    iterations = subject.get("train_iters") or math.inf
+    samples = subject.get("train_samples") or math.inf
+    return [step for step in _steps(subject) if step.first < iterations and step.samples < samples]
+
+
+def _shrinking(subject: Subject) -> tuple[_Step, _Step] | None:
+    return next(
+        ((a, b) for a, b in itertools.pairwise(_steps_run(subject)) if b.size < a.size), None
+    )
+
+
+def _shrinks(subject: Subject) -> str:
+    pair = _shrinking(subject)
+    assert pair is not None
+    before, after = pair
+    return (
+        f"the batch shrinks from {before.size} to {after.size} samples at iteration "
+        f"{after.first + 1}, and Megatron stops where the number of microbatches decreases"
+    )
+
+
+def _uneven(subject: Subject) -> _Step | None:
+    """The first step whose batch cannot be cut into microbatches."""
+    steps = _steps_run(subject)
+    if subject.get("load"):
+        # Steps that a resumed run has behind it may have run on fewer ranks.
+        steps = steps[-1:]
+    samples = int(subject.get("micro_batch_size")) * subject.replicas
+    return next((step for step in steps if step.size % samples), None)
+
+
+def _is_uneven(subject: Subject) -> str:
+    step = _uneven(subject)
+    assert step is not None
+    samples = int(subject.get("micro_batch_size")) * subject.replicas
+    return (
+        f"a batch of {step.size} samples, from iteration {step.first + 1} on, is no multiple of "
+        f"micro batch * data parallel size = {samples}, and Megatron stops there"
+    )
+
+
+def _parsed(schedule: str, seq_length: int | None) -> list[tuple[int, int]]:
     """(first sample, batch size) of each step, through Megatron's own parser."""
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
@@ -65,6 +130,8 @@ def _short(flag: str) -> Callable[[Subject], bool]:
     """Whether the batch size comes from ``flag``, and a batch has too few microbatches."""
     return lambda s: (
         (flag == "--step-batch-size-schedule") == (s.get("step_batch_size_schedule") is not None)
+        # PipeDream runs whole batches ahead.
+        and s.config.schedule != PIPEDREAM
         and _microbatches(s) < s.stages - 1
     )
 
@@ -93,6 +160,20 @@ _PIPELINE = (
             when=_short(flag),
         )
         for flag in ("--global-batch-size", "--step-batch-size-schedule")
+    ),
+    rule(
+        "--step-batch-size-schedule",
+        _shrinks,
+        "Let the batch grow, or keep its size.",
+        when=lambda s: _shrinking(s) is not None,
+        name="shrinking_batch",
+    ),
+    rule(
+        "--step-batch-size-schedule",
+        _is_uneven,
+        "Choose sizes that are multiples, or lower --micro-batch-size.",
+        when=lambda s: _uneven(s) is not None,
+        name="uneven_batch",
     ),
     *(
         rule(
@@ -130,8 +211,6 @@ _PIPELINE = (
         "while microbatches are in flight",
         "Drop it; --recompute-granularity saves memory too.",
     ),
-        # PipeDream runs whole batches ahead.
-        and s.config.schedule != PIPEDREAM
     rule(
         "--cpu-offloading-num-layers",
         "its offload order assumes that a microbatch's backward follows its own forward",

@@ -127,6 +127,12 @@ _LOOP = (
         name="external_dataloader",
     ),
     rule(
+        "--full-validation",
+        "Megatron 0.19 stops at the first evaluation with it, unless there may be several sets",
+        "Add --multiple-validation-sets, which takes a single set, too.",
+        when=lambda s: bool(s.get("full_validation") and not s.get("multiple_validation_sets")),
+    ),
+    rule(
         "--phase-transition-iterations",
         "the data of a phase ends with it, and stages read ahead into the next",
         "Start a run of its own for each phase, with --exit-interval.",
