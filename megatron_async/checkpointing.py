@@ -17,22 +17,21 @@ the original.
 
 import contextlib
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import get_args, print_rank_0
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_async import __version__, engine, random_state
+from megatron_async.checkpoint_files import keep_helper_from_exit_signal, write_errors
 from megatron_async.corrections.base import correction_of, drop_buffers
 from megatron_async.deferred_update import UpdateReport
 from megatron_async.engine import Engine
@@ -42,7 +41,6 @@ __all__ = [
     "FORMAT",
     "PREVIOUS",
     "STATE",
-    "WholeTrackerFile",
     "generate_state_dict",
     "get_rng_state",
     "load_base_checkpoint",
@@ -71,14 +69,19 @@ def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """Complete the update of the last iteration, then save.
 
     Raises:
-        RuntimeError: the update's gradient norm is not finite; nothing is written.
+        RuntimeError: the update's gradient norm is not finite, and nothing is written; or the
+            checkpoint cannot be written.
     """
     running = engine.current()
-    if running is None or not running.asynchronous_now:
+    if running is None:
         return original(*args, **kwargs)
+    keep_helper_from_exit_signal()
+    if not running.asynchronous_now:
+        with write_errors():
+            return original(*args, **kwargs)
     running.settle()
     running.weights.select(running.weights.newest)
-    with _as_session(_Saving(running)):
+    with _as_session(_Saving(running)), write_errors():
         return original(*args, **kwargs)
 
 
@@ -164,45 +167,6 @@ def optimizer_state_keys(
     if correction is None or not correction.buffered:
         return keys
     return (*keys, *correction.state_keys)
-
-
-class WholeTrackerFile:
-    """Megatron's file functions, but the file that names the latest checkpoint changes at once.
-
-    Megatron empties it before it writes it. A job that is killed in between could not be resumed
-    without mending the file by hand.
-
-    Args:
-        original: ``maybe_msc`` of megatron/core/msc_utils.py.
-    """
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file; the tracker file for writing through a temporary one beside it."""
-        if (
-            mode == "w"
-            and engine.current() is not None
-            and not MultiStorageClientFeature.is_enabled()
-            and Path(path)
-            == Path(megatron_checkpointing.get_checkpoint_tracker_filename(Path(path).parent))
-        ):
-            return _replaced(Path(path))
-        return self._original.open(path, mode, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[Any]:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -465,7 +429,7 @@ class _Loading:
             raise RuntimeError(
                 f"megatron_async: the checkpoint in {directory} cannot be read. {remedy}"
             ) from None
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             if self.running is None:
                 raise
             raise RuntimeError(

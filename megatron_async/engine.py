@@ -69,6 +69,8 @@ class Engine:
         self.optimizer = optimizer
         self.asynchronous_now = False
         """Whether the running (or last) iteration is asynchronous."""
+        self.out_of_time = False
+        """Whether all ranks know that --exit-duration-in-mins is over."""
         self.reports: list[UpdateReport] = []
         """Completed updates that were not logged yet."""
         self.last_report: UpdateReport | None = None
@@ -453,7 +455,13 @@ def _save_is_running() -> bool:
     queue = async_utils._async_calls_queue
     if queue is None or not queue.async_calls:
         return False
-    process = getattr(queue.async_calls[0].async_caller, "process", None)
+    caller = queue.async_calls[0].async_caller
+    # A persistent worker lives on, and puts the number of each save that is written into a queue.
+    # The names are Megatron's and those of nvidia-resiliency-ext.
+    written = getattr(caller, "_persistent_comp_q", None) or getattr(caller, "comp_q", None)
+    if written is not None:
+        return caller.cur_item is None and bool(written.empty())
+    process = getattr(caller, "process", None)
     return process is not None and process.is_alive()
 
 

@@ -201,6 +201,12 @@ HOOKS: tuple[Hook, ...] = (
         why="some checkpoint formats drop a parameter's state that is not listed here",
     ),
     Hook(
+        module="megatron.core.datasets.indexed_dataset",
+        attribute="IndexedDataset.initialize",
+        make=replacements.whole_data_file,
+        why="a data file that ends early is named before training, not when its end is read",
+    ),
+    Hook(
         module=_TRAINING,
         attribute="evaluate",
         make=replacements.keep_random_state,

@@ -29,6 +29,7 @@ __all__ = [
     "sync_moe_metrics",
     "timed_receive",
     "validate",
+    "whole_data_file",
     "whole_tracker_file",
 ]
 
@@ -255,7 +256,8 @@ def decide_exit(original: Any) -> Any:
         settings = get_args()
         handler, minutes = settings.exit_signal_handler, settings.exit_duration_in_mins
         settings.exit_signal_handler = bool(handler and running.agreed("signals"))
-        settings.exit_duration_in_mins = minutes if running.agreed("overtime") else None
+        overtime = running.out_of_time or running.agreed("overtime")
+        settings.exit_duration_in_mins = minutes if overtime else None
         try:
             return original(*args, **kwargs)
         finally:
@@ -280,7 +282,12 @@ def finalize_async_save(original: Any) -> Any:
             and running.agreed("unfinished saves") is not False
         ):
             return None
-        return original(blocking=blocking, terminate=terminate)
+        if running is None:
+            return original(blocking=blocking, terminate=terminate)
+        from megatron_async.checkpoint_files import write_errors
+
+        with write_errors():
+            return original(blocking=blocking, terminate=terminate)
 
     return maybe_finalize_async_save
 
@@ -337,7 +344,7 @@ def checkpointing(name: str) -> Callable[[Any], Any]:
 
 
 def whole_tracker_file(original: Any) -> Any:
-    from megatron_async.checkpointing import WholeTrackerFile
+    from megatron_async.checkpoint_files import WholeTrackerFile
 
     return WholeTrackerFile(original)
 
@@ -360,9 +367,27 @@ def keep_random_state(original: Any) -> Any:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         from megatron_async import engine, random_state
 
-        if engine.current() is None:
+        running = engine.current()
+        if running is None:
             return original(*args, **kwargs)
         with random_state.preserved():
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+        if result[2]:
+            # All ranks were asked, and know that --exit-duration-in-mins is over. Megatron leaves
+            # the model in evaluation mode then: no iteration may follow.
+            running.out_of_time = True
+        return result
 
     return evaluate
+
+
+def whole_data_file(original: Any) -> Any:
+    @functools.wraps(original)
+    def initialize(self: Any, path_prefix: str, *args: Any, **kwargs: Any) -> None:
+        from megatron_async import data_files
+
+        with data_files.named_in_errors(path_prefix):
+            original(self, path_prefix, *args, **kwargs)
+        data_files.check(self)
+
+    return initialize
