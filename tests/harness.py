@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from textwrap import dedent
@@ -44,6 +44,7 @@ __all__ = [
     "run_torchrun",
     "stop",
     "unaveraged",
+    "wait_for_iteration",
 ]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -260,6 +261,7 @@ def run_torchrun(
     launcher: str | Sequence[str] = "plain",
     script: str | Path = PRETRAIN_GPT,
     check: bool = True,
+    during: Callable[[subprocess.Popen[str], Path], None] | None = None,
 ) -> RunResult:
     """Run ``script`` on ``nproc`` CPU ranks of this machine, and wait for it.
 
@@ -271,6 +273,8 @@ def run_torchrun(
         launcher: a key of ``LAUNCHERS``, or torchrun arguments to put before the script.
         script: what to run.
         check: fail the test, with the ends of all logs, if the job fails or is stopped.
+        during: called once the job is started, with torchrun's process and the logs' folder, see
+            :func:`wait_for_iteration`.
     """
     before = LAUNCHERS[launcher] if isinstance(launcher, str) else launcher
     with tempfile.TemporaryDirectory(prefix="megatron-async-") as logs:
@@ -294,6 +298,8 @@ def run_torchrun(
         )
         returncode: int | None = None
         try:
+            if during is not None:
+                during(process, Path(logs))
             output, _ = process.communicate(timeout=timeout)
             returncode = process.returncode
         except subprocess.TimeoutExpired:
@@ -311,6 +317,25 @@ def run_torchrun(
     if check and returncode != 0:
         pytest.fail(result.describe(), pytrace=False)
     return result
+
+
+def wait_for_iteration(logs: Path, *, rank: int, number: int, timeout: float = 180) -> None:
+    """Wait until the last rank, ``rank``, has logged a training iteration.
+
+    Args:
+        logs: as :func:`run_torchrun` passes it.
+        rank: the number of ranks - 1.
+        number: of the iteration; 1 is the first.
+        timeout: in seconds.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    stop = time.monotonic() + timeout
+    while not re.search(rf" iteration +{number}/", _rank_log(logs, rank).stdout):
+        if time.monotonic() > stop:
+            raise TimeoutError(f"no iteration {number}:\n{_rank_log(logs, rank).stderr[-4000:]}")
+        time.sleep(0.05)
 
 
 def run_python(code: str, *argv: str, path: Path | None = None) -> Any:

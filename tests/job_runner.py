@@ -10,7 +10,8 @@ parameters.
 
 JOBS.json is a list of objects:
 
-- ``directory``: gets ``rank<R>.log``, ``rank<R>.json`` (see :class:`Recorder`) and ``rank<R>.pt``.
+- ``directory``: gets ``rank<R>.log``, ``rank<R>.json`` (see :class:`Recorder`), ``rank<R>.pt`` and
+  ``rank<R>.code``, the exit code (negative for a signal; null if it did not end by itself).
 - ``script``, ``argv``: what to run.
 - ``break``: name of a function in :data:`MUTATIONS`, called before the script; or null.
 - ``dump``: what to write into ``rank<R>.pt``, see :class:`Recorder`.
@@ -228,6 +229,9 @@ def _forked(job: dict[str, Any], number: int, rank: int) -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         _run_job(job, number, rank)
         code = 0
+    except SystemExit as end:
+        traceback.print_exc()
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
@@ -239,16 +243,20 @@ def _forked(job: dict[str, Any], number: int, rank: int) -> None:
         os._exit(code)
 
 
-def _wait(pid: int) -> None:
+def _wait(pid: int) -> int | None:
+    """Return the exit code of a job's process, None if it had to be stopped."""
     stop = time.monotonic() + LIMIT
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
         if time.monotonic() > stop:
             os.kill(pid, signal.SIGUSR1)  # prints its stacks
             time.sleep(0.5)
             for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
                 process.kill()
             os.waitpid(pid, 0)
-            return
+            return None
         time.sleep(0.01)
 
 
@@ -277,7 +285,8 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             _forked(job, number, rank)
-        _wait(pid)
+        code = _wait(pid)
+        (Path(job["directory"]) / f"rank{rank}.code").write_text(json.dumps(code))
 
 
 if __name__ == "__main__":

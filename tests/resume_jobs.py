@@ -65,6 +65,8 @@ class Outcome:
         validation: (iterations that were run before, loss) of each evaluation.
         log: what rank 0 and the last rank printed.
         failed: whether a rank ended with an error.
+        codes: each rank's exit code; negative for a signal, None if it did not end by itself.
+        ran: how many iterations each rank ran; empty if the job failed.
     """
 
     first: int
@@ -74,6 +76,8 @@ class Outcome:
     validation: list[tuple[int, float]]
     log: str
     failed: bool
+    codes: list[int | None]
+    ran: list[int]
 
     @property
     def by_iteration(self) -> dict[int, float]:
@@ -155,10 +159,12 @@ def _in(directory: Path, value: Value) -> Value:
 def _outcome(place: Path, ranks: int) -> Outcome:
     texts = [(place / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
     records = [place / f"rank{rank}.json" for rank in range(ranks)]
+    codes = [json.loads((place / f"rank{rank}.code").read_text()) for rank in range(ranks)]
     failed = not all(record.exists() for record in records)
     if failed:
-        return Outcome(0, [], {}, [], [], "\n".join(texts), failed)
-    numbers = json.loads(records[-1].read_text())
+        return Outcome(0, [], {}, [], [], "\n".join(texts), failed, codes, [])
+    each = [json.loads(record.read_text()) for record in records]
+    numbers = each[-1]
     loaded = re.search(r"successfully loaded checkpoint from .* at iteration (\d+)", texts[0])
     return Outcome(
         first=1 + (int(loaded[1]) if loaded else 0),
@@ -168,4 +174,6 @@ def _outcome(place: Path, ranks: int) -> Outcome:
         validation=[(done, loss) for done, loss in numbers["validation"]],
         log=texts[0] + ("\n" + texts[-1] if ranks > 1 else ""),
         failed=failed,
+        codes=codes,
+        ran=[len(one["reported"]) for one in each],
     )
