@@ -183,7 +183,7 @@ def test_slurm_job_gives_each_node_its_rank(tmp_path: Path) -> None:
         text = " ".join(node.splitlines())
         assert f"--nnodes 2 --node-rank {rank} --master-addr n1 --master-port 20123" in text
         assert "--nproc-per-node 8" in text
-        assert text.endswith("--seed 7")
+        assert text.endswith("--seed 7 --exit-signal-handler")
 
 
 @pytest.mark.parametrize("argv", [[], ["gpt-1t"]])
