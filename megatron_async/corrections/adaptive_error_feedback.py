@@ -28,8 +28,6 @@ applied:
 Source: the open question of an adaptive lambda in arXiv 2606.30634; the rule is this package's own.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from megatron_async.corrections.base import LOOK_AHEAD, UPDATE, DelayCorrection
@@ -62,7 +60,7 @@ class AdaptiveErrorFeedback(DelayCorrection):
     def __init__(self, optimizer: torch.optim.Optimizer, *, strength: float = 1.0) -> None:
         super().__init__(optimizer, strength=strength, state_keys=(UPDATE, LOOK_AHEAD))
 
-    def before(self, parameters: Sequence[torch.Tensor]) -> None:
+    def before(self, parameters: list[torch.Tensor]) -> None:
         """Undo the look-ahead."""
         updates = self.buffers(UPDATE, parameters)
         ahead = self.buffers(LOOK_AHEAD, parameters)
@@ -70,7 +68,7 @@ class AdaptiveErrorFeedback(DelayCorrection):
         torch._foreach_copy_(ahead, updates)
         torch._foreach_copy_(updates, parameters)
 
-    def after(self, parameters: Sequence[torch.Tensor]) -> None:
+    def after(self, parameters: list[torch.Tensor]) -> None:
         """Look ahead along this update as far as it agrees with the last."""
         updates = self.buffers(UPDATE, parameters)
         ahead = self.buffers(LOOK_AHEAD, parameters)

@@ -120,7 +120,7 @@ class DelayCorrection(ABC):
         optimizer.register_step_post_hook(self._after_step)
 
     @abstractmethod
-    def before(self, parameters: Sequence[torch.Tensor]) -> None:
+    def before(self, parameters: list[torch.Tensor]) -> None:
         """Prepare parameters, gradients and buffers for the optimizer's step.
 
         Called from the second update on, with the parameters that have buffers. In the place of the
@@ -128,7 +128,7 @@ class DelayCorrection(ABC):
         """
 
     @abstractmethod
-    def after(self, parameters: Sequence[torch.Tensor]) -> None:
+    def after(self, parameters: list[torch.Tensor]) -> None:
         """Correct the parameters, and leave in the buffers what the next update needs.
 
         :attr:`started` is False in the first update.
@@ -165,7 +165,7 @@ class DelayCorrection(ABC):
                 self._optimizer.state[p][key] = torch.zeros_like(p, requires_grad=False)
         self.buffered = True
 
-    def buffers(self, key: str, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def buffers(self, key: str, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return one buffer of each parameter."""
         return [self._optimizer.state[p][key] for p in parameters]
 

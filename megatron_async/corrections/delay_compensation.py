@@ -29,7 +29,6 @@ adaptive one. There v starts at 0 and 1e-7 is added to it, which the squares of 
 a large model lie far below; here it is 1e-30.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,12 +67,12 @@ class DelayCompensation(DelayCorrection):
             buffers[MEAN_SQUARE] = parameter.grad.to(parameter.dtype).square()
         return buffers
 
-    def before(self, parameters: Sequence[torch.Tensor]) -> None:
+    def before(self, parameters: list[torch.Tensor]) -> None:
         """Compensate the gradients in place."""
         for p in parameters:
             if p.grad is not None:
                 self._compensate(p, p.grad)
-        torch._foreach_copy_(self.buffers(UPDATE, parameters), list(parameters))
+        torch._foreach_copy_(self.buffers(UPDATE, parameters), parameters)
 
     def _compensate(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         state = self._optimizer.state[parameter]
@@ -87,14 +86,16 @@ class DelayCompensation(DelayCorrection):
             self._squares.append((_square(change), _square(gradient)))
         gradient.sub_(change)
 
-    def after(self, parameters: Sequence[torch.Tensor]) -> None:
+    def after(self, parameters: list[torch.Tensor]) -> None:
         """Keep the update."""
-        torch._foreach_sub_(self.buffers(UPDATE, parameters), list(parameters))
+        torch._foreach_sub_(self.buffers(UPDATE, parameters), parameters)
 
     def _measured(self, updates: dict[torch.Tensor, torch.Tensor]) -> Any:
         """Relative to the gradient, where the correction is made."""
-        change, size = zip(*self._squares, strict=True)
-        self._squares = []
+        pairs, self._squares = self._squares, []
+        if not pairs:
+            return super()._measured(updates)  # no gradient at all
+        change, size = zip(*pairs, strict=True)
         return torch.stack(change).sum(), torch.stack(size).sum()
 
 

@@ -22,8 +22,6 @@ Source: arXiv 2606.30634, the Error-Feedback correction (x_{t+1} = x_t - 2 u_{t-
 lambda = 1).
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from megatron_async.corrections.base import UPDATE, DelayCorrection
@@ -44,13 +42,13 @@ class ErrorFeedback(DelayCorrection):
     def __init__(self, optimizer: torch.optim.Optimizer, *, strength: float = 1.0) -> None:
         super().__init__(optimizer, strength=strength, state_keys=(UPDATE,))
 
-    def before(self, parameters: Sequence[torch.Tensor]) -> None:
+    def before(self, parameters: list[torch.Tensor]) -> None:
         """Undo the look-ahead along the last update."""
         updates = self.buffers(UPDATE, parameters)
         torch._foreach_add_(parameters, updates, alpha=self._applied)
         torch._foreach_copy_(updates, parameters)
 
-    def after(self, parameters: Sequence[torch.Tensor]) -> None:
+    def after(self, parameters: list[torch.Tensor]) -> None:
         """Look ahead along this update."""
         updates = self.buffers(UPDATE, parameters)
         torch._foreach_sub_(updates, parameters)

@@ -35,8 +35,6 @@ Source: Ajanthan, Ramasinghe, Zuo, Avraham, Long: "Nesterov Method for Asynchron
 Parallel Optimization", ICML 2025, arXiv 2505.01099, equation 10, gamma = 0.99.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from megatron_async.corrections.base import VELOCITY, DelayCorrection
@@ -63,14 +61,14 @@ class Nesterov(DelayCorrection):
         super().__init__(optimizer, state_keys=(VELOCITY,))
         self.momentum = momentum
 
-    def before(self, parameters: Sequence[torch.Tensor]) -> None:
+    def before(self, parameters: list[torch.Tensor]) -> None:
         """Go to y; the buffer holds w while the optimizer steps."""
         velocities = self.buffers(VELOCITY, parameters)
         torch._foreach_add_(parameters, velocities, alpha=self._ahead)
         torch._foreach_mul_(velocities, -(1.0 + self._ahead))
         torch._foreach_add_(velocities, parameters)
 
-    def after(self, parameters: Sequence[torch.Tensor]) -> None:
+    def after(self, parameters: list[torch.Tensor]) -> None:
         """Go to x; the buffer holds d again."""
         velocities = self.buffers(VELOCITY, parameters)
         torch._foreach_sub_(velocities, parameters)

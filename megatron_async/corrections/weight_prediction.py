@@ -28,8 +28,6 @@ with the smoothed gradient v of SGD with momentum, of which eta v is the last up
 (arXiv 1911.04610) does so with the last update of Adam.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from megatron_async.corrections.base import LOOK_AHEAD, DelayCorrection
@@ -50,13 +48,13 @@ class WeightPrediction(DelayCorrection):
     def __init__(self, optimizer: torch.optim.Optimizer, *, strength: float = 1.0) -> None:
         super().__init__(optimizer, strength=strength, state_keys=(LOOK_AHEAD,))
 
-    def before(self, parameters: Sequence[torch.Tensor]) -> None:
+    def before(self, parameters: list[torch.Tensor]) -> None:
         """Go back to the optimizer's iterate."""
         ahead = self.buffers(LOOK_AHEAD, parameters)
         torch._foreach_add_(parameters, ahead)
         torch._foreach_copy_(ahead, parameters)
 
-    def after(self, parameters: Sequence[torch.Tensor]) -> None:
+    def after(self, parameters: list[torch.Tensor]) -> None:
         """Predict along this update."""
         ahead = self.buffers(LOOK_AHEAD, parameters)
         torch._foreach_sub_(ahead, parameters)
