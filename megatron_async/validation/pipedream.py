@@ -82,8 +82,8 @@ RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--emulate-pipeline-stages",
         lambda s: (
-            f"{_layers(s)} layers do not divide into {s.config.emulated_stages} stages: some get "
-            "one more than others"
+            f"{_layers(s)} layers do not divide into {s.config.emulated_stages} stages: some have "
+            f"{'none' if _layers(s) < s.config.emulated_stages else 'one more than others'}"
         ),
         "Emulate a number of stages that divides the layers if a real pipeline is meant.",
         when=lambda s: (
