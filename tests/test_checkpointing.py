@@ -55,6 +55,13 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 """
 
 
+# What another version of the package would write.
+ANOTHER_FORMAT = """
+from megatron_async import checkpointing
+checkpointing.FORMAT = 2
+"""
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
@@ -69,6 +76,8 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
     delayed: dict[str, Value] = {**ASYNC, **TORCH, "async_start_iteration": 3}
     corrected: dict[str, Value] = {**CORRECTED, **TORCH}
     half: dict[str, Value] = {"delay_correction_strength": 0.5}
+    sharded: dict[str, Value] = {**CORRECTED, **TORCH_DIST, **silent}
+    plain: dict[str, Value] = {**silent, "skip_train": True}
     return run_steps(
         1,
         [
@@ -79,8 +88,15 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
             Step("delayed from 4", {**delayed, **loads("delayed", 4)}),
             Step("corrected", {**corrected, **silent, **saves("corrected", exit_interval=3)}),
             Step("uninterrupted", {**corrected, **evaluating}),
-            Step("plain evaluates", {**TORCH, **silent, **loads("corrected"), "skip_train": True}),
-            Step("evaluates", {**corrected, **silent, **loads("corrected"), "skip_train": True}),
+            Step("plain evaluates", {**TORCH, **plain, **loads("corrected")}),
+            Step("evaluates", {**corrected, **plain, **loads("corrected")}),
+            Step("saves sharded", {**sharded, **saves("sharded", exit_interval=3)}),
+            Step(
+                "saves another format",
+                {**sharded, **saves("sharded-format", exit_interval=1)},
+                prelude=ANOTHER_FORMAT,
+            ),
+            Step("plain evaluates sharded", {**TORCH_DIST, **plain, **loads("sharded")}),
             Step("plain goes on", {**TORCH, **loads("corrected")}),
             Step("default", {**TORCH, "pipeline_schedule": "default", **loads("corrected")}),
             Step("off", {**ASYNC, **TORCH, **loads("corrected")}),
@@ -166,6 +182,8 @@ def test_a_run_goes_on_where_it_was_saved_after_an_evaluation(two_ranks) -> None
 
 
 def test_a_run_goes_on_where_it_was_stopped(two_ranks) -> None:
+    assert two_ranks["stopped"].codes == [0, 0]
+    assert two_ranks["stopped"].ran == [5, 5]
     assert_continues(two_ranks["resumed from 5"], two_ranks["uninterrupted"], done=5)
 
 
@@ -236,6 +254,7 @@ def test_an_asynchronous_checkpoint_is_megatrons_own_of_the_newest_version(
     # The validation set comes first, then the test set.
     assert one_rank["plain evaluates"].validation[0] == (0, expected)
     assert one_rank["evaluates"].validation == one_rank["plain evaluates"].validation
+    assert one_rank["plain evaluates sharded"].validation == one_rank["evaluates"].validation
     goes_on = one_rank["plain goes on"]
     assert list(goes_on.by_iteration) == [4, 5, 6, 7]
     assert all(math.isfinite(loss) for loss in goes_on.losses)
@@ -340,6 +359,8 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
         1,
         [
             *steps,
+            Step("sharded-format", {**CORRECTED, **TORCH_DIST, **loads("sharded-format")}),
+            Step("sharded", {**CORRECTED, **TORCH_DIST, **loads("sharded"), "hidden_size": 64}),
             Step("full", full, prelude=FULL_DISK),
             Step("emptied", {**flags, **loads("full")}),
         ],
@@ -355,6 +376,8 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
         ("truncated", "cannot be read"),
         ("foreign", "it is of another model"),
         ("tracker", "cannot be read"),
+        ("sharded-format", "has format 2"),
+        ("sharded", "cannot be read"),  # of a smaller model
     ],
 )
 def test_what_cannot_be_loaded_is_named(
