@@ -53,6 +53,7 @@ MOE: Flags = {
 EXPERTS_2: Flags = {**MOE, "expert_model_parallel_size": 2}
 RESHARDABLE: Flags = {"dist_ckpt_optim_fully_reshardable": True}
 SPARING: Flags = {**RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": True}
+BACKGROUND: Flags = {"async_save": True, "use_persistent_ckpt_worker": True}
 OVERLAPPED: Flags = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -159,8 +160,8 @@ def cells() -> list[Cell]:
         ("dp_zero_gather_scatter", 2, distributed, sharded_as("dp_zero_gather_scatter")),
         ("fully_sharded_model_space", 2, distributed, sharded_as("fully_sharded_model_space")),
         ("2x2 fully_reshardable", 4, {**STAGES_2, **distributed, **RESHARDABLE}, ""),
-        ("async_save", 2, {**STAGES_2, **CORRECTED, "async_save": True}, ""),
-        ("async_save distributed", 2, {**distributed, "async_save": True}, ""),
+        ("async_save", 2, {**STAGES_2, **CORRECTED, **BACKGROUND}, ""),
+        ("async_save distributed", 2, {**distributed, **BACKGROUND}, ""),
         (
             "parallel save and load",
             2,
