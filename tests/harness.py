@@ -252,6 +252,10 @@ def read_scalars(directory: str | Path) -> dict[str, dict[int, float]]:
     }
 
 
+_JOB = "MEGATRON_ASYNC_TEST_LOGS"
+"""Variable that all processes of a job inherit: its log folder."""
+
+
 def run_torchrun(
     nproc: int,
     argv: Sequence[str],
@@ -288,7 +292,7 @@ def run_torchrun(
         start = time.monotonic()
         process = subprocess.Popen(
             command,
-            env={**_environment(), **(env or {})},
+            env={**_environment(), **(env or {}), _JOB: logs},
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -307,6 +311,8 @@ def run_torchrun(
         except BaseException:
             stop(process)
             raise
+        finally:
+            _end_orphans(logs)
         result = RunResult(
             returncode=returncode,
             command=command,
@@ -388,6 +394,17 @@ def stop(process: subprocess.Popen[str]) -> str:
     for child in alive:
         _signal(child, signal.SIGKILL)
     return process.communicate()[0]
+
+
+def _end_orphans(logs: str) -> None:
+    """Kill what a job has left behind: a killed rank does not end the worker that writes its
+    checkpoints."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_JOB) == logs:
+                process.kill()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
