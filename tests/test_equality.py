@@ -204,7 +204,6 @@ CASES = [
     *_cases("sgd", {"pp2": "D"}, optimizer="sgd", lr=0.3),
     *_cases("lion", {"pp2": "D"}, optimizer="lion", lr=3e-4),
     *_cases("soap", {"pp2": "D"}, optimizer="soap"),
-    *_cases("adaptive-muon", {"pp2": "D"}, **{**MUON, "optimizer": "adaptive_muon"}),
     *_cases("zeros", {"pp2-dp2-distopt": "D", "pp2": "U"}, log_num_zeros_in_grad=True),
     # More microbatches than stages, and the fewest there can be: one less than stages.
     *_cases("eight-microbatches", {"pp4": "d"}, micro_batch_size=1),
