@@ -49,7 +49,9 @@ def optimizer(*rates: float, fake: str = "train") -> dict[str, Any]:
     return {"learning-rates": list(rates), "flags": {"fake": fake}}
 
 
-def run(study: Study, directory: Path, *, jobs: int = 2) -> tuple[Outcome, str]:
+def run(
+    study: Study, directory: Path, *, jobs: int = 2, wandb: str | None = None
+) -> tuple[Outcome, str]:
     said = io.StringIO()
     outcome = runner.run(
         study,
@@ -57,6 +59,7 @@ def run(study: Study, directory: Path, *, jobs: int = 2) -> tuple[Outcome, str]:
         dataset=DATA,
         launcher=CommandLauncher(FAKE),
         environments=[{}] * jobs,
+        extra=command._wandb(study, wandb),
         live=LiveTable(said),
     )
     return outcome, said.getvalue()
@@ -97,6 +100,14 @@ def test_changed_configuration_runs_what_changed(tmp_path: Path) -> None:
     assert (outcome.started, outcome.complete) == (3, True)
     outcome, _ = run(study_of({"adam": optimizer(0.01)}, seeds=[1, 2]), tmp_path)
     assert (outcome.started, outcome.total) == (3, 6)
+
+
+def test_logging_to_wandb_runs_nothing_again(tmp_path: Path) -> None:
+    study = study_of({"adam": optimizer(0.01)}, delays=["none"])
+    outcome, _ = run(study, tmp_path, wandb="mine")
+    (result,) = outcome.results.values()
+    assert "--wandb-project mine --wandb-exp-name test adam" in " ".join(result.command)
+    assert run(study, tmp_path)[0].started == 0
 
 
 def test_half_written_result_is_run_again(tmp_path: Path) -> None:
@@ -406,3 +417,30 @@ def test_a_fork_trains_as_a_process_of_its_own_does(tmp_path: Path) -> None:
     assert {name: (one.losses, one.validation) for name, one in forked.items()} == {
         name: (one.losses, one.validation) for name, one in separate.items()
     }
+
+
+@pytest.mark.slow
+def test_killed_run_goes_on_from_its_checkpoint_with_the_same_losses(tmp_path: Path) -> None:
+    changes = ("optimizers.adam=null", "flags.train-iters=24", "delays=[one-step]")
+    changes += ("corrections=[error-feedback]", "checkpoints={interval: 8}")
+    flags = [word for change in changes for word in ("--set", change)]
+    with start("quick", "--output", str(tmp_path / "whole"), *flags) as process:
+        assert process.wait(timeout=500) == 0
+    with start("quick", "--output", str(tmp_path / "killed"), *flags) as process:
+        while not any(
+            " iteration       17/" in path.read_text()
+            for path in tmp_path.glob("killed/cells/*/log.txt")
+        ):
+            assert process.poll() is None
+            time.sleep(0.02)
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert psutil.wait_procs(started, timeout=20)[1] == []
+    assert runner.read_results(tmp_path / "killed") == {}
+    with start("quick", "--output", str(tmp_path / "killed"), *flags) as process:
+        assert process.wait(timeout=500) == 0
+    (whole,) = runner.read_results(tmp_path / "whole").values()
+    (resumed,) = runner.read_results(tmp_path / "killed").values()
+    assert len(list(tmp_path.glob("killed/cells/*/log-001.txt"))) == 1
+    assert resumed.losses == whole.losses
+    assert resumed.validation == whole.validation
