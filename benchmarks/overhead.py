@@ -125,7 +125,7 @@ def _expected(name: str, args: argparse.Namespace) -> int:
             bf16=args.bf16,
             asynchronous=name != "synchronous",
             deferred_update=name != "2bw-undeferred",
-            correction=name == "2bw-corrected",
+            correction_buffers=int(name == "2bw-corrected"),
         ),
         stage=0,
         micro_batch_size=args.micro_batch_size,
