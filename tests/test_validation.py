@@ -321,6 +321,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--delay-correction", "error-feedback", "--delay-correction-strength", "0"],
         {},
     ),
+    "stacked_momentum": (["--optimizer", "adam", "--delay-correction", "nesterov"], {}),
     "zero_momentum": (
         ["--delay-correction", "nesterov", "--delay-correction-momentum", "0"],
         {},
@@ -414,6 +415,7 @@ def test_nothing_is_checked_without_a_flag_of_this_package(
         ([], 4),
         (["--delay-correction", "error-feedback"], 4),
         (["--optimizer", "adam", "--delay-correction", "error-feedback"], 4),
+        (["--optimizer", "adam", "--delay-correction", "nesterov", "--adam-beta1", "0"], 4),
         (["--use-distributed-optimizer", "--overlap-grad-reduce"], 8),
         (["--optimizer", "sgd", "--untie-embeddings-and-output-weights", *STAGE_NORM], 4),
         (["--optimizer", "soap", "--second-grad-buffer", "--overlap-grad-reduce"], 8),

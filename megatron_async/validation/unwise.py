@@ -26,7 +26,8 @@ _MOMENTUM: Final = {
 
 def _low(flag: str) -> Callable[[Subject], bool]:
     return lambda s: (
-        s.get("optimizer") in _MOMENTUM[flag]
+        s.config.correction != "nesterov"  # which has the momentum
+        and s.get("optimizer") in _MOMENTUM[flag]
         and float(s.get(dest_of(flag), _LEAST_MOMENTUM)) < _LEAST_MOMENTUM
     )
 
@@ -67,6 +68,18 @@ RULES: Final[tuple[Rule, ...]] = (
         "Drop --delay-correction, or give a momentum above 0.",
         when=lambda s: s.config.correction_momentum == 0,
         name="zero_momentum",
+        warning=True,
+    ),
+    rule(
+        "--delay-correction",
+        "the momentum of nesterov comes on top of Adam's own, and the two delay each other",
+        "Consider --adam-beta1 0.",
+        when=lambda s: (
+            s.config.correction == "nesterov"
+            and s.get("optimizer") == "adam"
+            and s.get("adam_beta1", 0.9) > 0
+        ),
+        name="stacked_momentum",
         warning=True,
     ),
     rule(
