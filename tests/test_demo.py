@@ -1,6 +1,7 @@
 """The demo: reading logs, reporting, running jobs, and the whole of it at a tiny size."""
 
 import csv
+import functools
 import signal
 import subprocess
 import sys
@@ -234,7 +235,13 @@ def test_output_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
 )
 def test_stopped_demo_leaves_no_process(number: signal.Signals, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_async.cli", "demo", "--output", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # A shell starts what it runs in the background with SIGINT ignored, and that is inherited.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         parent = psutil.Process(process.pid)
         log = tmp_path / "synchronous.log"
         while not log.exists() or len(parent.children(recursive=True)) < 3:  # torchrun, two ranks
