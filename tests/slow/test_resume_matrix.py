@@ -104,7 +104,11 @@ def cells() -> list[Cell]:
         ("adam corrected", 2, {**STAGES_2, **CORRECTED}),
         ("adam untied", 2, {**STAGES_2, **CORRECTED, **UNTIED}),
         ("adam undeferred", 2, {**STAGES_2, **CORRECTED, "no_deferred_update": True}),
-        ("adam norm of the stage", 2, {**STAGES_2, **CORRECTED, "grad_norm_scope": "stage"}),
+        (
+            "adam norm of the stage",
+            2,
+            {**STAGES_2, **CORRECTED, **UNTIED, "grad_norm_scope": "stage"},
+        ),
         ("adam swiglu", 2, {**STAGES_2, **CORRECTED, "swiglu": True, "disable_bias_linear": True}),
         ("adam tensors", 2, {**TENSORS_2, **CORRECTED}),
         ("adam one stage", 1, {**BF16, **CORRECTED}),
