@@ -32,8 +32,16 @@ def main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         raise SystemExit(_USAGE)
     script = Path(argv[0])
+    if argv[0].startswith("-"):
+        raise SystemExit(
+            f"megatron_async: the script comes first, and {argv[0]} behind it\n\n{_USAGE}"
+        )
     if not script.is_file():
-        raise SystemExit(f"megatron_async: there is no script {script}\n\n{_USAGE}")
+        what = "is no script but a folder" if script.is_dir() else "does not exist"
+        raise SystemExit(f"megatron_async: {script} {what}\n\n{_USAGE}")
+    # As `python SCRIPT` has it: the script's folder comes first, not the current one. So a script
+    # in a checkout of Megatron-LM runs with the Megatron of that checkout.
+    sys.path.insert(0, str(script.resolve().parent))
     if on_cpu:
         from megatron_async import cpu_backend
 
@@ -53,8 +61,6 @@ def main(argv: list[str]) -> None:
             # Megatron's parser knows the flag now, and prints it among the arguments.
             argv.append("--cpu")
     sys.argv = argv
-    # As `python SCRIPT` has it: the script's folder comes first, not the current one.
-    sys.path.insert(0, str(script.resolve().parent))
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "SCHEDULES",
     "AsyncConfig",
     "add_arguments",
+    "mend_help",
     "set_defaults",
     "used",
     "used_in",
@@ -255,6 +256,24 @@ class AsyncConfig:
     def correction_label(self) -> str:
         """The correction and what decides which buffers it keeps."""
         return f"{self.correction}{' with adaptive strength' if self.correction_adapts else ''}"
+
+
+def mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Let ``--help`` print help texts with a bare per cent sign, as one of Megatron 0.19's.
+
+    argparse takes it for the beginning of a format, and ends in a ValueError.
+
+    Returns:
+        The same parser.
+    """
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                formatter._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
+    return parser
 
 
 def set_defaults(args: argparse.Namespace) -> list[str]:

@@ -38,6 +38,7 @@ __all__ = [
     "find_inputs",
     "main",
     "read_documents",
+    "split_flags",
     "write_dataset",
 ]
 
@@ -324,14 +325,29 @@ def main(argv: Sequence[str]) -> int:
         print(f"megatron-async data: {error}", file=sys.stderr)
         return 1
     left_out = f", {summary.empty} without text left out" if summary.empty else ""
+    files = "file" if len(inputs) == 1 else "files"
     print(f"documents  {summary.documents:,}")
     print(f"tokens     {summary.tokens:,} (vocabulary {tokenizer.vocab_size:,})")
-    print(f"bytes      {summary.bytes_read:,} read from {len(inputs):,} files{left_out}")
+    print(f"bytes      {summary.bytes_read:,} read from {len(inputs):,} {files}{left_out}")
     print(f"written    {prefix}.bin ({summary.bytes_written:,} bytes), {prefix}.idx")
     if isinstance(tokenizer, ByteTokenizer) and tokenizer.replaced:
         print(f"replaced   {tokenizer.replaced:,} bytes 255, which are not UTF-8, by U+FFFD")
-    print(f"train with --data-path {prefix} {' '.join(tokenizer.training_flags)}")
+    flags = [*tokenizer.training_flags, *split_flags(summary.documents)]
+    print(f"train with --data-path {prefix} {' '.join(flags)}")
     return 0
+
+
+def split_flags(documents: int) -> tuple[str, ...]:
+    """Return the flags that split so few documents into training, validation and test sets.
+
+    Megatron splits by whole documents, 969 to 30 to 1 by default, and looks for ever for samples in
+    a set that gets none (``_get_num_epochs`` in megatron/core/datasets/gpt_dataset.py).
+    """
+    if documents >= 1000:
+        return ()
+    if documents >= 10:
+        return ("--split", "90,10,0")
+    return ("--split", "50,50,0") if documents > 1 else ("--split", "1,0,0", "--eval-iters", "0")
 
 
 def _make_parser() -> argparse.ArgumentParser:

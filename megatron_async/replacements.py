@@ -35,12 +35,12 @@ __all__ = [
 
 
 def add_arguments(original: Any) -> Any:
-    from megatron_async.arguments import add_arguments
+    from megatron_async.arguments import add_arguments, mend_help
     from megatron_async.optimizers import add_optimizer_arguments
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
-        return add_optimizer_arguments(add_arguments(original(parser)))
+        return mend_help(add_optimizer_arguments(add_arguments(original(parser))))
 
     return add_megatron_arguments
 

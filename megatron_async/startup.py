@@ -16,13 +16,13 @@ def flags_in(argv: list[str]) -> bool:
     """Whether a flag (or an optimizer) of this package stands on the command line.
 
     Its value does not matter: Megatron's parser alone would not know the flag. ``--cpu`` does not
-    count; the launcher reads it.
+    count; the launcher reads it. ``--help`` does.
     """
     parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     ours = {option for action in parser._actions for option in action.option_strings}
-    return requested(argv) or any(
-        argument.partition("=")[0] in ours - {"--cpu"} for argument in argv
-    )
+    # Whoever asks for help wants to see them.
+    counted = ours - {"--cpu"} | {"--help", "-h"}
+    return requested(argv) or any(argument.partition("=")[0] in counted for argument in argv)
 
 
 def check_command_line(argv: list[str]) -> None:

@@ -285,3 +285,19 @@ def test_data_needs_no_process_group(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
     expected = SimpleNamespace(documents=1, tokens=6, bytes_read=5, bytes_written=12, empty=0)
     assert vars(expected).items() <= vars(summary).items()
+
+
+@pytest.mark.parametrize("documents", [1, 2, 3, 9, 10, 11, 61, 499, 999, 1000, 100_000])
+def test_split_gives_each_set_that_is_wanted_a_document(documents: int) -> None:
+    """Through Megatron's own arithmetic of splits; it never ends on a set without any."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    flags = data.split_flags(documents)
+    split = parse_and_normalize_split(flags[1] if flags else "969,30,1")
+    for bounds in convert_split_vector_to_split_matrix(split):
+        if bounds is not None:
+            begin, end = (round(bound * documents) for bound in bounds)
+            assert end > begin

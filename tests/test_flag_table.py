@@ -10,6 +10,9 @@ from megatron_async.validation import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
 OWN = {  # flags of this package, not of Megatron
+    *(f"--adan-{name}" for name in ("beta1", "beta2", "beta3", "eps")),
+    *(f"--mars-{name}" for name in ("beta1", "beta2", "eps", "gamma")),
+    *(f"--normuon-{name}" for name in ("beta2", "eps", "update-rms")),
     "--pipeline-schedule",
     "--delay-correction",
     "--delay-correction-strength",

@@ -12,8 +12,9 @@ import pytest
 from harness import gpt_args, run_torchrun
 
 from megatron_async.arguments import DEFAULTS, AsyncConfig, add_arguments, set_defaults
+from megatron_async.optimizers import add_optimizer_arguments
 from megatron_async.validation import RULES, ArgumentError, Facts, Rule, Scope, check, enforce
-from megatron_async.validation.rule import Subject
+from megatron_async.validation.rule import Subject, dest_of
 from megatron_async.validation.schedule import batch_sizes
 
 FACTS = Facts(megatron_version="0.19.2")
@@ -32,7 +33,8 @@ PLAIN = [*MODEL, *LAYOUT, "--global-batch-size", "8"]
 def parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
-    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return add_optimizer_arguments(add_arguments(parser))
 
 
 PARSED: dict[tuple[str, ...], argparse.Namespace] = {}
@@ -162,6 +164,22 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--optimizer", "soap", "--save", "checkpoints", "--ckpt-format", "torch_dist"],
         {},
     ),
+    **{
+        f"{dest_of(flag)}_range": ([flag, value], {})
+        for flag, value in (
+            ("--adan-beta1", "1.5"),
+            ("--adan-beta2", "nan"),
+            ("--adan-beta3", "1"),
+            ("--adan-eps", "-1"),
+            ("--mars-beta1", "-0.1"),
+            ("--mars-beta2", "2"),
+            ("--mars-eps", "inf"),
+            ("--mars-gamma", "nan"),
+            ("--normuon-beta2", "1"),
+            ("--normuon-eps", "nan"),
+            ("--normuon-update-rms", "0"),
+        )
+    },
     "yaml_cfg": (["--yaml-cfg", "config.yaml"], {}),
     "cpu_context_parallel": (["--cpu", "--context-parallel-size", "2"], {}),
     "pipedream_deferred_update": ([*PIPEDREAM, "--deferred-update"], {}),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from megatron_async.arguments import AsyncConfig
+from megatron_async.arguments import CORRECTIONS, SCHEDULES, AsyncConfig
 from megatron_async.corrections.catalogue import CATALOGUE
 from megatron_async.validation.rule import TESTED_MEGATRON, Rule, Scope, Subject, dest_of, rule
 
@@ -29,18 +29,53 @@ def _without_schedule(dest: str, default: object) -> Callable[[Subject], bool]:
     return lambda s: not s.config.asynchronous and getattr(s.args, dest, default) != default
 
 
+_RANGES: Final[tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...]] = (
+    (
+        (
+            *("--adan-beta1", "--adan-beta2", "--adan-beta3"),
+            *("--mars-beta1", "--mars-beta2", "--normuon-beta2"),
+        ),
+        "a number of at least 0 and below 1",
+        lambda value: 0.0 <= value < 1.0,
+    ),
+    (
+        ("--adan-eps", "--mars-eps", "--normuon-eps", "--mars-gamma"),
+        "a finite number of at least 0",
+        lambda value: 0.0 <= value < math.inf,
+    ),
+    (
+        ("--normuon-update-rms",),
+        "a finite number above 0",
+        lambda value: 0.0 < value < math.inf,
+    ),
+)
+"""Flags of this package's optimizers, and what they take."""
+
+
+def _outside(dest: str, fits: Callable[[float], bool]) -> Callable[[Subject], bool]:
+    def outside(subject: Subject) -> bool:
+        value = subject.get(dest)
+        return value is not None and not fits(value)
+
+    return outside
+
+
+def _is_no(dest: str, what: str) -> Callable[[Subject], str]:
+    return lambda subject: f"{subject.get(dest)} is not {what}"
+
+
 RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--pipeline-schedule",
         lambda s: f"there is no schedule {s.config.schedule!r}",
-        "Known ones are listed by --help.",
+        f"Use {' or '.join(SCHEDULES)}.",
         when=lambda s: s.config.schedule not in s.facts.schedules,
         scope=Scope.ALWAYS,
     ),
     rule(
         "--delay-correction",
         lambda s: f"there is no correction {s.config.correction!r}",
-        "Known ones are listed by --help.",
+        f"Use {' or '.join(CORRECTIONS)}.",
         when=lambda s: (
             s.config.correction not in s.facts.corrections
             and s.config.correction != _BASIS_ROTATION
@@ -148,7 +183,8 @@ RULES: Final[tuple[Rule, ...]] = (
     *(
         rule(
             flag,
-            "it belongs to an asynchronous schedule",
+            "it belongs to an asynchronous schedule"
+            + (", and so does --no-deferred-update" if flag == "--deferred-update" else ""),
             "Add --pipeline-schedule pipedream-2bw, or drop it.",
             when=_without_schedule(dest_of(flag), default),
             name=f"{dest_of(flag)}_with_default_schedule",
@@ -165,7 +201,8 @@ RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--grad-norm-scope",
         "a norm per stage is taken by the deferred update of pipedream-2bw alone",
-        "Let the update be deferred, or use --grad-norm-scope global.",
+        "Use --grad-norm-scope global, or --pipeline-schedule pipedream-2bw without "
+        "--no-deferred-update.",
         when=lambda s: s.config.grad_norm_scope == "stage" and not s.config.deferred_update,
         name="stage_norm_undeferred",
     ),
@@ -180,7 +217,7 @@ RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--second-grad-buffer",
         "without the deferred update of pipedream-2bw nothing runs while the gradients are reduced",
-        "Drop it, or let the update be deferred.",
+        "Drop it, or use --pipeline-schedule pipedream-2bw without --no-deferred-update.",
         when=lambda s: s.config.second_grad_buffer and not s.config.deferred_update,
     ),
     rule(
@@ -203,6 +240,18 @@ RULES: Final[tuple[Rule, ...]] = (
         when=lambda s: not _tested(s.facts.megatron_version),
         name="megatron_version",
         scope=Scope.ALWAYS,
+    ),
+    *(
+        rule(
+            flag,
+            _is_no(dest_of(flag), what),
+            f"Give {what}.",
+            when=_outside(dest_of(flag), fits),
+            name=f"{dest_of(flag)}_range",
+            scope=Scope.ALWAYS,
+        )
+        for flags, what, fits in _RANGES
+        for flag in flags
     ),
     rule(
         "--yaml-cfg",

@@ -48,9 +48,10 @@ _OPTIMIZER = (
     ),
     rule(
         "--use-distributed-optimizer",
-        "with an optimizer other than sgd and adam it is Megatron's layer-wise one, which in fp32 "
-        "holds bare torch optimizers that nothing of the update's interface is around",
+        "with an optimizer other than sgd and adam it means Megatron's layer-wise optimizer, which "
+        "works in bf16 alone",
         "Add --bf16, or drop it.",
+        scope=Scope.ALWAYS,
         when=lambda s: bool(s.get("use_layer_wise_distributed_optimizer")) and not s.get("bf16"),
         name="layer_wise_fp32",
     ),
