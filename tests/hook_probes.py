@@ -4,8 +4,10 @@ Megatron is imported once; each probe runs in a fork of its own. Nothing here ne
 """
 
 import collections
+import contextlib
 import functools
 import importlib
+import io
 import json
 import os
 import sys
@@ -169,6 +171,34 @@ def script_gets_its_arguments() -> None:
     assert sys.path[0] == str(Path(_empty_script()).parent)
 
 
+def folder_of_the_script_counts() -> None:
+    """When Megatron is imported: that of a checkout is the one beside its script."""
+    from megatron_async import hooks
+
+    install, seen = hooks.install, []
+    hooks.install = lambda: seen.append(sys.path[0])
+    try:
+        _launch(_empty_script(), "--pipeline-schedule", "pipedream-2bw")
+    finally:
+        hooks.install = install
+    assert seen == [str(Path(_empty_script()).resolve().parent)], seen
+
+
+def help_lists_the_flags() -> None:
+    """With Megatron's own, whose parser cannot print its help by itself in 0.19."""
+    script = Path(tempfile.gettempdir()) / f"megatron-async-help-{os.getpid()}.py"
+    script.write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
+    printed, code = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        try:
+            _launch(str(script), "--help")
+        except SystemExit as end:
+            code = end.code
+    assert code == 0, code
+    for flag in ("--num-layers", "--pipeline-schedule", "--adan-beta1"):
+        assert f"\n  {flag} " in printed.getvalue(), flag
+
+
 def twice() -> None:
     """A second installation changes nothing."""
     import megatron_async
@@ -264,6 +294,8 @@ PROBES: tuple[Callable[[], None], ...] = (
     no_flag,
     a_flag,
     script_gets_its_arguments,
+    folder_of_the_script_counts,
+    help_lists_the_flags,
     twice,
     too_late_for_a_script,
     too_late_for_main,
