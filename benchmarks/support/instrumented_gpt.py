@@ -219,6 +219,7 @@ def _mark_iterations(settings: Settings, record: Record) -> None:
 
 
 def _tensor_bytes() -> int:
+    gc.collect()  # what only a cycle of references keeps
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
         # Not isinstance: asking some of Megatron's lazy objects for their class has side effects.
