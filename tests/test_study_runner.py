@@ -190,6 +190,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_study_runner import optimizer, run, study_of
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+# A shell starts what it runs in the background with SIGINT ignored, and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 run(study_of({{"adam": optimizer(0.01, fake="hang")}}), Path(sys.argv[1]))
 """
 
