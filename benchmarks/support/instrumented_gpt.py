@@ -39,6 +39,8 @@ class Settings:
     """Each data-parallel collective arrives this much later."""
     synchronize: bool = False
     """Wait for the device at the end of each iteration."""
+    pin: bool = False
+    """Keep each rank, with all its threads, on a core of its own."""
     count_memory: bool = False
     """Count the tensors that are alive after the last iteration."""
 
@@ -67,6 +69,9 @@ class Record:
 def main() -> None:
     settings = Settings(**json.loads(os.environ["BENCHMARK_SETTINGS"]))
     record = Record()
+    if settings.pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     _pace(settings, record)
     _delay_collectives(settings, record)
     _mark_iterations(settings, record)
