@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["BubbleLog", "IdleMeter", "TimedIterator", "enable", "log", "waiting"]
+__all__ = [
+    "BubbleLog",
+    "IdleMeter",
+    "TimedIterator",
+    "TimedRequest",
+    "enable",
+    "log",
+    "paused",
+    "waiting",
+]
 
 _log: "BubbleLog | None" = None
 
@@ -35,6 +44,11 @@ def waiting() -> AbstractContextManager[None]:
     return nullcontext() if _log is None else _log.meter.waiting()
 
 
+def paused() -> AbstractContextManager[None]:
+    """Leave the body out of the iteration, if the bubble is measured."""
+    return nullcontext() if _log is None else _log.meter.paused()
+
+
 class IdleMeter:
     """Adds up the waiting time of one rank, iteration by iteration."""
 
@@ -43,6 +57,20 @@ class IdleMeter:
         self._host_seconds = 0.0
         self._closed: tuple[list[tuple[Any, Any]], float, float] | None = None
         self._began = time.perf_counter()
+        self._paused_since: float | None = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what the body does, its waiting and its time: an evaluation, a checkpoint."""
+        if self._paused_since is not None:
+            yield
+            return
+        self._paused_since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._began += time.perf_counter() - self._paused_since
+            self._paused_since = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -50,6 +78,9 @@ class IdleMeter:
 
         The body is a wait: a receive, or a collective that another stage has yet to join.
         """
+        if self._paused_since is not None:
+            yield
+            return
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
@@ -61,7 +92,8 @@ class IdleMeter:
 
     def add_host_seconds(self, seconds: float) -> None:
         """Count time that the host spent waiting."""
-        self._host_seconds += seconds
+        if self._paused_since is None:
+            self._host_seconds += seconds
 
     def close_iteration(self) -> tuple[float, float]:
         """End an iteration and return (idle, elapsed) seconds of the one before it.
@@ -69,11 +101,9 @@ class IdleMeter:
         One iteration late, because the device may not have got to this one's events yet; (0, 0) the
         first time.
         """
-        before, self._closed = (
-            self._closed,
-            (self._spans, self._host_seconds, time.perf_counter() - self._began),
-        )
-        self._spans, self._host_seconds, self._began = [], 0.0, time.perf_counter()
+        now = time.perf_counter() if self._paused_since is None else self._paused_since
+        before, self._closed = self._closed, (self._spans, self._host_seconds, now - self._began)
+        self._spans, self._host_seconds, self._began = [], 0.0, now
         if before is None:
             return 0.0, 0.0
         spans, host_seconds, elapsed = before
@@ -107,6 +137,28 @@ class TimedIterator:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+
+class TimedRequest:
+    """A receive under way (a ``torch.distributed.Work``) whose wait is counted.
+
+    Interleaved schedules wait for their receives later than they start them.
+
+    Args:
+        request: what the receive returned.
+        meter: counts the wait.
+    """
+
+    def __init__(self, request: Any, meter: IdleMeter) -> None:
+        self._request = request
+        self._meter = meter
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        with self._meter.waiting():
+            return self._request.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 class BubbleLog:

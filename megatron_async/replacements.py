@@ -166,10 +166,21 @@ def timed_receive(original: Any) -> Any:
     def communicate(self: Any, *, recv_prev: bool, recv_next: bool, **kwargs: Any) -> Any:
         from megatron_async import bubble
 
-        if not (recv_prev or recv_next):
+        measured = bubble.log()
+        if measured is None or not (recv_prev or recv_next):
             return original(self, recv_prev=recv_prev, recv_next=recv_next, **kwargs)
-        with bubble.waiting():
-            return original(self, recv_prev=recv_prev, recv_next=recv_next, **kwargs)
+        with measured.meter.waiting():
+            *received, requests = original(
+                self, recv_prev=recv_prev, recv_next=recv_next, **kwargs
+            )
+        if isinstance(requests, dict):  # of an interleaved schedule, which waits for them itself
+            requests = {
+                name: bubble.TimedRequest(request, measured.meter)
+                if name.startswith("recv")
+                else request
+                for name, request in requests.items()
+            }
+        return *received, requests
 
     return communicate
 
@@ -334,9 +345,10 @@ def checkpointing(name: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            from megatron_async import checkpointing
+            from megatron_async import bubble, checkpointing
 
-            return getattr(checkpointing, name)(original, *args, **kwargs)
+            with bubble.paused():
+                return getattr(checkpointing, name)(original, *args, **kwargs)
 
         return replacement
 
@@ -365,12 +377,13 @@ def optimizer_state_keys(original: Any) -> Any:
 def keep_random_state(original: Any) -> Any:
     @functools.wraps(original)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        from megatron_async import engine, random_state
+        from megatron_async import bubble, engine, random_state
 
         running = engine.current()
         if running is None:
-            return original(*args, **kwargs)
-        with random_state.preserved():
+            with bubble.paused():
+                return original(*args, **kwargs)
+        with random_state.preserved(), bubble.paused():
             result = original(*args, **kwargs)
         if result[2]:
             # All ranks were asked, and know that --exit-duration-in-mins is over. Megatron leaves

@@ -178,7 +178,7 @@ def test_whole_report(tmp_path: Path) -> None:
     curves = list(csv.DictReader(paths[3].open()))
     assert len(curves) == 4 * 3 * 3 * 101
     # 36 of the 40 runs: those that only chose a learning rate are left out.
-    assert "36 runs, 0.9 hours in all. torch 2.0." in text
+    assert "36 runs, 0.9 hours of runs without those that chose rates. torch 2.0." in text
 
 
 def test_gap_within_noise_has_no_recovery(tmp_path: Path) -> None:
@@ -191,6 +191,15 @@ def test_gap_within_noise_has_no_recovery(tmp_path: Path) -> None:
         if "| one-step + error-feedback |" in line and line.startswith("| adam")
     ]
     assert row[-1].split("|")[5].strip() == "gap within noise"
+    (adam,) = [
+        line
+        for line in report.main_table(analysis_of(study, losses(table))).splitlines()
+        if line.startswith("| adam")
+    ]
+    assert "back" not in adam
+    summary = (tmp_path / "summary.csv").read_text().splitlines()
+    (corrected,) = [one for one in summary if one.startswith("adam,,one-step,error-feedback")]
+    assert corrected.endswith(",,")
 
 
 def test_every_learning_rate_has_a_picture(tmp_path: Path) -> None:

@@ -187,9 +187,9 @@ class DelayCorrection(ABC):
         if not known:
             return
         if self.measure:
-            seen = {p: _head(p).clone() for p in known}
+            seen = {p: head(p).clone() for p in known}
             self.before(known)
-            self._samples = {p: (x, _head(p).clone()) for p, x in seen.items()}
+            self._samples = {p: (x, head(p).clone()) for p, x in seen.items()}
         else:
             self.before(known)
 
@@ -202,7 +202,7 @@ class DelayCorrection(ABC):
             for key in self.state_keys:
                 state[key] = buffers[key] if key in buffers else torch.zeros_like(p)
         self._new.clear()
-        updates = {p: start - _head(p) for p, (_, start) in self._samples.items()}
+        updates = {p: start - head(p) for p, (_, start) in self._samples.items()}
         parameters = self._parameters()
         if parameters:
             self.after(parameters)
@@ -220,10 +220,11 @@ class DelayCorrection(ABC):
         change, size = [], []
         for p, update in updates.items():
             x, _ = self._samples[p]
-            change.append((x - _head(p) - update).float().square_().sum())
+            change.append((x - head(p) - update).float().square_().sum())
             size.append(update.float().square_().sum())
         return torch.stack(change).sum(), torch.stack(size).sum()
 
 
-def _head(tensor: torch.Tensor) -> torch.Tensor:
+def head(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements, at most 4096, by which corrections are measured."""
     return tensor.detach().reshape(-1)[:_SAMPLE]

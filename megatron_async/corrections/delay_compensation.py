@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from megatron_async.corrections.base import MEAN_SQUARE, UPDATE, DelayCorrection
+from megatron_async.corrections.base import MEAN_SQUARE, UPDATE, DelayCorrection, head
 
 __all__ = ["DelayCompensation"]
 
@@ -83,7 +83,7 @@ class DelayCompensation(DelayCorrection):
             change.div_((mean_square + _EPSILON).sqrt_())
         change.mul_(state[UPDATE]).mul_(self.strength)
         if self.measure:
-            self._squares.append((_square(change), _square(gradient)))
+            self._squares.append((_square(head(change)), _square(head(gradient))))
         gradient.sub_(change)
 
     def after(self, parameters: list[torch.Tensor]) -> None:

@@ -231,7 +231,9 @@ def stage_memory(
         return round(whole * ((1 - share) / dense_shards + share / expert_shards))
 
     asynchronous = storage.asynchronous
-    copies = asynchronous and storage.deferred_update
+    deferred = asynchronous and storage.deferred_update
+    # Of two buffers the one keeps still while the other accumulates.
+    copies = deferred and not storage.second_grad_buffer
     return StageMemory(
         weights=precision * count.total,
         gradients=4 * count.total,
@@ -240,7 +242,7 @@ def stage_memory(
         second_version=precision * storage.other_versions * count.total if asynchronous else 0,
         gradient_copy=sharded(4 * count.total) if copies else 0,
         correction=sharded(4 * storage.correction_buffers * count.total) if asynchronous else 0,
-        second_grad_buffer=4 * count.total if copies and storage.second_grad_buffer else 0,
+        second_grad_buffer=4 * count.total if deferred and storage.second_grad_buffer else 0,
         activations=_activations(
             shape,
             layout,

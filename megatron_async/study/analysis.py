@@ -49,6 +49,8 @@ class Group:
         gap: to synchronous training; None for that itself, and where there is none to compare with.
         recovery: of the gap of the same delay without a correction, as a fraction; None where
             there is nothing to recover.
+        in_noise: whether there is no recovery because that gap is within two standard errors of
+            zero.
     """
 
     cell: Cell
@@ -57,6 +59,7 @@ class Group:
     loss: Estimate | None
     gap: Estimate | None = None
     recovery: Estimate | None = None
+    in_noise: bool = False
 
     @property
     def diverged(self) -> int:
@@ -191,15 +194,16 @@ def _compared(
         return group
     own, base = group.losses, synchronous.losses
     gap = mean_of([own[seed] - base[seed] for seed in own if seed in base])
-    recovery = None
+    recovery, in_noise = None, False
     delayed = groups.get((variant, delay, NONE, rate))
     if correction != NONE and delayed is not None:
         plain = delayed.losses
         seeds = [seed for seed in own if seed in base and seed in plain]
-        recovery = ratio_of(
-            [plain[seed] - own[seed] for seed in seeds],
-            [plain[seed] - base[seed] for seed in seeds],
-        )
+        lost = [plain[seed] - base[seed] for seed in seeds]
+        whole = mean_of(lost)
+        in_noise = whole is not None and whole.error is not None and whole.value < 2 * whole.error
+        if not in_noise:
+            recovery = ratio_of([plain[seed] - own[seed] for seed in seeds], lost)
     return Group(
         cell=group.cell,
         results=group.results,
@@ -207,4 +211,5 @@ def _compared(
         loss=group.loss,
         gap=gap,
         recovery=recovery,
+        in_noise=in_noise,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_async.study import plots
 from megatron_async.study.analysis import Analysis, Estimate, Group
-from megatron_async.study.config import NONE, Study
+from megatron_async.study.config import Study
 from megatron_async.study.results import CellResult
 
 __all__ = ["main_table", "write"]
@@ -109,7 +109,7 @@ def _setting(study: Study, analysis: Analysis) -> str:
     if results:
         hours = sum(result.seconds for result in results) / 3600
         versions = ", ".join(f"{name} {number}" for name, number in results[0].versions.items())
-        text += f" {len(results)} runs, {hours:.1f} hours in all. {versions}."
+        text += f" {len(results)} runs, {hours:.1f} hours of runs without those that chose rates. {versions}."
     return text[:1].upper() + text[1:]
 
 
@@ -120,7 +120,7 @@ def _gap_table(analysis: Analysis) -> str:
             f"{group.cell.learning_rate:g}",
             group.mode,
             _number(group.gap, sign=True) if group.gap else _DASH,
-            _recovery(group, analysis),
+            _recovery(group),
             str(len(group.losses)),
         ]
         for group in analysis.groups
@@ -129,14 +129,11 @@ def _gap_table(analysis: Analysis) -> str:
     return _table(["optimizer", "learning rate", "mode", "gap", "recovery", "seeds"], rows)
 
 
-def _recovery(group: Group, analysis: Analysis) -> str:
+def _recovery(group: Group) -> str:
+    if group.in_noise:
+        return "gap within noise"
     if group.recovery is None:
         return _DASH
-    cell = group.cell
-    delayed = analysis.of(cell.variant, cell.delay, NONE, cell.learning_rate)
-    gap = None if delayed is None else delayed.gap
-    if gap is not None and gap.error is not None and gap.value < 2 * gap.error:
-        return "gap within noise"
     error = group.recovery.error
     spread = "" if error is None else f" ± {error:.1%}"
     return f"{group.recovery.value:.1%}{spread}"
