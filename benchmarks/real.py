@@ -1,7 +1,8 @@
 """Real computation on two CPU ranks: how much of the possible gain does 2BW reach?
 
-Pipeline of two stages, each on a core of its own, with a GPT so large that computation dominates; Megatron's
-1F1B against PipeDream-2BW, for several numbers of microbatches, in one run. The possible gain is
+Pipeline of two stages, each on a core of its own, with a GPT so large that computation dominates;
+Megatron's 1F1B against PipeDream-2BW, for several numbers of microbatches, in one run. The possible
+gain is
 
     ((m + p - 1) tau + t_opt) / (m tau + t_opt),
 

@@ -26,11 +26,22 @@ from megatron_async.process_groups import Ranks, gather_ranks, new_groups
 from megatron_async.stage_exchange import Exchange, StageExchange
 from megatron_async.weight_versions import WeightVersions, ddp_buffers, inner_optimizers
 
-__all__ = ["DeferredUpdate", "UpdateReport"]
+__all__ = ["DeferredUpdate", "Scheduled", "UpdateReport", "scheduled"]
+
+type Scheduled = list[tuple[dict[str, Any], dict[str, Any]]]
+"""(parameter group, the values that the scheduler had set)."""
 
 _SQUARES, _ZEROS, _TOKENS, _REST = range(4)
 """Slots of the message; behind them what the caller wants summed, ``counted`` before
 ``stagewise``."""
+
+
+def scheduled(optimizer: Any) -> Scheduled:
+    """Return what Megatron's scheduler has set for the batch that is running."""
+    return [
+        (group, {key: group[key] for key in ("lr", "weight_decay") if key in group})
+        for group in optimizer.param_groups
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +70,7 @@ class _Pending:
     iteration: int
     gradients: list[tuple[torch.Tensor, torch.Tensor]]
     """(parameter of the torch optimizer, its gradient)."""
-    hyperparameters: list[tuple[dict[str, Any], dict[str, Any]]]
-    """(parameter group, the values that the scheduler had set for this batch)."""
+    hyperparameters: Scheduled
     exchange: Exchange
     counted: bool
     stagewise: bool
@@ -157,6 +167,7 @@ class DeferredUpdate:
         *,
         batch: int,
         iteration: int,
+        hyperparameters: Scheduled,
         num_tokens: torch.Tensor | None = None,
         counted: torch.Tensor | None = None,
         stagewise: torch.Tensor | None = None,
@@ -164,6 +175,8 @@ class DeferredUpdate:
         """Take the gradients of ``batch`` and post what crosses stages.
 
         Args:
+            hyperparameters: what the scheduler had set when the batch ran; it may be the next
+                batch's turn already.
             num_tokens: tokens of the batch on this rank's last stage (int scalar), zero elsewhere.
             counted: ``num_counted`` numbers of this rank (1-D, float64), or None on all ranks.
             stagewise: ``num_stagewise`` numbers of this stage (1-D, float64), the same on all of
@@ -200,10 +213,7 @@ class DeferredUpdate:
             batch=batch,
             iteration=iteration,
             gradients=gradients,
-            hyperparameters=[
-                (group, {key: group[key] for key in ("lr", "weight_decay") if key in group})
-                for group in self._optimizer.param_groups
-            ],
+            hyperparameters=hyperparameters,
             exchange=exchange,
             works=works,
             counted=counted is not None,

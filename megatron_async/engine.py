@@ -21,7 +21,7 @@ from megatron.training import get_signal_handler
 from megatron_async import bubble, random_state
 from megatron_async.arguments import AsyncConfig
 from megatron_async.corrections import make_correction
-from megatron_async.deferred_update import DeferredUpdate, UpdateReport
+from megatron_async.deferred_update import DeferredUpdate, Scheduled, UpdateReport, scheduled
 from megatron_async.delays import optimizer_delays
 from megatron_async.emulated_stages import EmulatedStages
 from megatron_async.gradient_buffers import GradientBuffers
@@ -148,9 +148,9 @@ class Engine:
             before_next_batch=self._keep_random_state,
             select_batch=self._select_batch,
         )
-        self._ran: dict[int, tuple[int, int]] = {}
-        """Of the last batches: the iteration (1 is the first) that ran them, and m."""
-        self._first_batch = 0
+        self._ran: dict[int, tuple[int, int, Scheduled]] = {}
+        """Of the last batches: the iteration (1 is the first) that ran them, m, and what the
+        scheduler had set then."""
         self._unlaunched: int | None = None
         """The batch whose gradients are there and whose update was not launched yet."""
 
@@ -177,8 +177,8 @@ class Engine:
             self._start()
         batch = self.pipeline.batch
         self._ran = {
-            batch - 1: self._ran.get(batch - 1, (iteration, 1)),
-            batch: (iteration + 1, kwargs["num_microbatches"]),
+            batch - 1: self._ran.get(batch - 1, (iteration, 1, [])),
+            batch: (iteration + 1, kwargs["num_microbatches"], scheduled(self.optimizer)),
         }
         self.next_batch_random_state = None
         losses = self.pipeline(
@@ -233,7 +233,7 @@ class Engine:
                 or if the correction starts anew.
         """
         self.asynchronous_now = True
-        self.pipeline.batch = self._first_batch = batch
+        self.pipeline.batch = batch
         self.last_report = report
         if report is not None:
             self.reports = [report]
@@ -298,7 +298,7 @@ class Engine:
         if self._unlaunched != batch:
             return  # Launched early, for an evaluation or a checkpoint.
         self._unlaunched = None
-        iteration, num_microbatches = self._ran[batch]
+        iteration, num_microbatches, hyperparameters = self._ran[batch]
         self._select_batch(batch)
         if self.gradients is not None and self.pipeline.filled:
             self.pipeline.finalize(self.model_chunk)
@@ -306,6 +306,7 @@ class Engine:
         self.deferred.launch(
             batch=batch,
             iteration=iteration,
+            hyperparameters=hyperparameters,
             num_tokens=self.pipeline.total_num_tokens,
             counted=self.tally.pack(self._own_numbers()),
             stagewise=None if self.moe is None else self.moe.take(batch, num_microbatches),
@@ -399,11 +400,6 @@ class Engine:
         """
         sums = self._sums.get(self.pipeline.batch - 2, {})
         return sums[question] > 0 if question in sums else None
-
-    @property
-    def ran_one_batch(self) -> bool:
-        """Whether a single batch has run since the process started to train asynchronously."""
-        return bool(self.pipeline.batch == self._first_batch + 1)
 
     def scalars(self) -> list[tuple[str, float, int]]:
         """Return (name, value, iteration) of what is to be logged, and forget the reports."""

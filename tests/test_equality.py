@@ -147,7 +147,9 @@ CASES = [
             "pp1": "u",
             "pp2": "du",
             "pp4": "du",
+            "dp2": "DU",
             "dp2-distopt": "dU",
+            "pp2-dp2": "DU",
             "pp2-dp2-distopt": "du",
             "tp2": "dU",
             "tp2-sp": "DU",
@@ -160,8 +162,12 @@ CASES = [
             "pp1": "U",
             "pp2": "Du",
             "pp4": "DU",
+            "dp2": "DU",
             "dp2-distopt": "DU",
+            "pp2-dp2": "DU",
             "pp2-dp2-distopt": "dU",
+            "tp2": "DU",
+            "tp2-sp": "DU",
             "pp2-tp2-sp": "DU",
         },
         model="untied",
@@ -196,6 +202,14 @@ CASES = [
     *_cases(
         "muon-bf16", {"pp2": "D", "pp2-dp2-distopt": "dU", "dp2": "D"}, **BF16, **MUON, bf16=True
     ),
+    Case(
+        "layer-wise",
+        _job("pp2-dp2-distopt", **MUON, bf16=True),
+        _job("pp2-dp2-distopt", **MUON, bf16=True, **UNDEFERRED),
+        rtol=1e-5,
+        norm_rtol=5e-5,
+        slow=True,
+    ),
     *_cases("moe", {"pp1": "U", "pp2": "DU"}, model="moe", slow=True),
     *(
         Case(case.name.replace("moe", "moe-experts"), case.job, _job("pp1", model="moe"), slow=True)
@@ -215,7 +229,7 @@ CASES = [
     Case("overlapped-undeferred", _job("dp2-distopt", **{**OVERLAPPED, **UNDEFERRED}), LIKE_ADAM),
     Case("overlapped-dp2", _job("dp2-distopt", **OVERLAPPED), LIKE_ADAM, slow=True),
     Case("second-buffer", _job("pp2-dp2-distopt", **SECOND_BUFFER), LIKE_ADAM, slow=True),
-    Case("second-buffer-dp2", _job("dp2-distopt", **SECOND_BUFFER), LIKE_ADAM, slow=True),
+    Case("second-buffer-dp2", _job("dp2-distopt", **SECOND_BUFFER), LIKE_ADAM),
     Case("recomputed-pp4", _job("pp4", **RECOMPUTED), LIKE_ADAM, slow=True),
 ]
 

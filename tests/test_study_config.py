@@ -138,6 +138,8 @@ def test_what_is_written_down_reads_back(tmp_path: Path) -> None:
         ({"flags": {"train-iters": 10, "a": {"b": 1}}}, "flags.a is {'b': 1}: give a text"),
         ({"seeds": []}, "seeds is []: give a list with at least one entry"),
         ({"seeds": [1, 1]}, "seeds: 1 stands there twice"),
+        ({"seeds": [0, 1]}, "seeds is [0, 1]: give a list of integers from 1 on"),
+        ({"tuning": {"seed": 0}}, "tuning.seed is 0: give an integer from 1 on"),
         ({"seeds": ["a"]}, "seeds is ['a']: give a list of integers"),
         ({"device": "tpu"}, "device is 'tpu': give one of cpu, gpu"),
         ({"ranks": 0}, "ranks is 0: give an integer of at least 1"),

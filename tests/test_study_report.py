@@ -178,7 +178,7 @@ def test_whole_report(tmp_path: Path) -> None:
     curves = list(csv.DictReader(paths[3].open()))
     assert len(curves) == 4 * 3 * 3 * 101
     # 36 of the 40 runs: those that only chose a learning rate are left out.
-    assert "36 runs, 0.9 hours of runs without those that chose rates. torch 2.0." in text
+    assert "36 runs, 0.9 hours without those that chose rates. torch 2.0." in text
 
 
 def test_gap_within_noise_has_no_recovery(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """In the steady state no rank waits for another stage, but for its activations and gradients."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ DISTRIBUTED = {
 }
 
 
-def trace(directory: Path, **flags: Any) -> list[list[dict[str, Any]]]:
+def trace(
+    directory: Path, *, env: Mapping[str, str] | None = None, **flags: Any
+) -> list[list[dict[str, Any]]]:
     """The events of the steady state, rank by rank, of PP 2 x DP 2."""
     argv = gpt_args(
         pipeline_model_parallel_size=2,
@@ -52,7 +55,7 @@ def trace(directory: Path, **flags: Any) -> list[list[dict[str, Any]]]:
         4,
         argv,
         launcher=(str(REPOSITORY / "tests" / "trace_runner.py"), "--cpu"),
-        env={"TRACE_DIR": str(directory)},
+        env={"TRACE_DIR": str(directory), **(env or {})},
     )
     return [
         [
@@ -68,11 +71,31 @@ def stage_of(rank: int) -> int:
     return rank // 2
 
 
-def is_allowed(wait: list[str], *, stage: int) -> bool:
+UPDATE = {"DeferredUpdate.launch", "DeferredUpdate.complete"}
+EXCHANGE = {"StageExchange.post", "StageExchange.answer"}
+
+
+def names(stack: list[str]) -> list[str]:
+    return [name.split(":")[1] for name in stack]
+
+
+def is_the_updates(event: dict[str, Any]) -> bool:
+    """Whether a launch made the call: the exchange, or the sum of the tied gradient. Nothing else
+    that crosses stages belongs to an update, whatever the optimizer does in it."""
+    made_by = names(event["callers"])
+    if EXCHANGE & set(made_by):
+        return event["call"] in {"reduce", "broadcast"}
+    ours = next((name for name in made_by if name.startswith("DeferredUpdate.")), None)
+    return event["call"] == "allreduce" and ours == "DeferredUpdate.launch"
+
+
+def is_allowed(event: dict[str, Any], wait: list[str], *, stage: int) -> bool:
     """Whether a wait on something that spans stages stands where it costs nothing."""
-    functions = {name.split(":")[1] for name in wait}
+    functions = names(wait)
     if "P2PCommunicator._communicate" in functions:
         return True  # its activations and gradients
+    if not is_the_updates(event):
+        return False
     if "DeferredUpdate.complete" in functions:
         return True  # the total, which has been there for long
     # The first stage finishes last: whatever it waits for has been posted.
@@ -91,7 +114,7 @@ def offences(traced: list[list[dict[str, Any]]]) -> list[str]:
                 f"rank {rank}, iteration {event['iteration']}: waits for {event['call']} over "
                 f"{event['ranks']} in {wait[:6]}"
                 for wait in event["waits"]
-                if not is_allowed(wait, stage=stage_of(rank))
+                if not is_allowed(event, wait, stage=stage_of(rank))
             ]
     return found
 
@@ -108,6 +131,9 @@ def offences(traced: list[list[dict[str, Any]]]) -> list[str]:
             marks=pytest.mark.slow,
         ),
         pytest.param({"calculate_per_token_loss": True}, id="per-token", marks=pytest.mark.slow),
+        pytest.param(
+            {"optimizer": "dist_muon", "bf16": True}, id="layer-wise", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_no_rank_waits_for_another_stage(tmp_path: Path, flags: dict[str, Any]) -> None:
@@ -116,6 +142,12 @@ def test_no_rank_waits_for_another_stage(tmp_path: Path, flags: dict[str, Any]) 
     # The trace sees the pipeline's P2P and the update's exchange, or it would prove nothing.
     assert {"send", "recv", "reduce", "broadcast"} <= calls
     assert not offences(traced)
+
+
+def test_a_collective_in_the_optimizers_step_is_caught(tmp_path: Path) -> None:
+    found = offences(trace(tmp_path, env={"TRACE_COLLECTIVE_IN_STEP": "1"}))
+    for rank in range(4):
+        assert any(line.startswith(f"rank {rank}, ") and "._step" in line for line in found)
 
 
 def test_the_undeferred_update_is_caught(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 Run by torchrun in place of ``-m megatron_async``; the variable TRACE_DIR names the folder that gets
 ``rank<R>.json``. What is recorded are the methods of torch's process groups and works themselves,
-so that it does not matter through which function, or which name bound early, a call is made.
+so that it does not matter through which function, or which name bound early, a call is made. With
+TRACE_COLLECTIVE_IN_STEP set, every update waits for all ranks, to see that it is noticed.
 """
 
+import functools
 import json
 import os
 import sys
@@ -12,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 COLLECTIVES = (
@@ -87,7 +90,30 @@ def trace_waits() -> None:
         setattr(dist.Work, name, wait)
 
 
+def add_collective_to_step() -> None:
+    from megatron_async import hooks
+
+    install = hooks.install
+
+    def install_and_add() -> None:
+        install()
+        from megatron_async.deferred_update import DeferredUpdate
+
+        original = DeferredUpdate._step
+
+        @functools.wraps(original)
+        def _step(*args: Any) -> bool:
+            dist.all_reduce(torch.zeros(1))
+            return original(*args)
+
+        DeferredUpdate._step = _step
+
+    hooks.install = install_and_add
+
+
 def main() -> None:
+    if os.environ.get("TRACE_COLLECTIVE_IN_STEP"):
+        add_collective_to_step()
     for name in (*COLLECTIVES, *P2P):
         trace_call(name)
     trace_waits()

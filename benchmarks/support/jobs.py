@@ -19,8 +19,8 @@ __all__ = ["SKIPPED", "JobError", "Measurement", "gpt_flags", "run_job", "train_
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("instrumented_gpt.py")
 
-# As a GPU's caching allocator does. By default each large activation is mapped afresh: a million page
-# faults in a short job, a tenth of its time, and no two slots alike.
+# As a GPU's caching allocator does. By default each large activation is mapped afresh: a million
+# page faults in a short job, a tenth of its time, and no two slots alike.
 _KEEP_FREED_MEMORY = ":".join(
     [
         "glibc.malloc.hugetlb=1",

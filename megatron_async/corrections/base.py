@@ -25,6 +25,7 @@ __all__ = [
     "DelayCorrection",
     "correction_of",
     "drop_buffers",
+    "head",
 ]
 
 STATE_PREFIX = "delay_correction_"

@@ -251,7 +251,7 @@ def parse(document: Mapping[str, Any], *, name: str) -> Study:
         raise ConfigError("flags.train-iters is missing: give the number of iterations of a run.")
     iterations = int(flags["train-iters"][0])
     dataset = _dataset(top.get("dataset", "stdlib"))
-    seeds = tuple(top.integers("seeds"))
+    seeds = tuple(top.integers("seeds", least=1))  # Megatron takes no other
     variants = _variants(top.mapping("optimizers"))
     delays = [_delay(entry, index) for index, entry in enumerate(top.list("delays"))]
     check_unique([delay.delay for delay in delays], place="delays")
@@ -484,8 +484,8 @@ def _tuning_seed(value: Any, seeds: Sequence[int]) -> int | None:
         return None
     section = Section({} if value is True else value, place="tuning", known=("seed",))
     seed = section.get("seed", seeds[0])
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise section.wrong("seed", "an integer")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 1:
+        raise section.wrong("seed", "an integer from 1 on")
     return seed
 
 

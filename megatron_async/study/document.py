@@ -213,11 +213,11 @@ class Section:
             raise self.wrong(key, "a mapping with at least one key")
         return value
 
-    def integers(self, key: str) -> Sequence[int]:
-        """Different integers."""
+    def integers(self, key: str, *, least: int) -> Sequence[int]:
+        """Different integers, none below ``least``."""
         values = self.list(key)
-        if any(isinstance(one, bool) or not isinstance(one, int) for one in values):
-            raise self.wrong(key, "a list of integers")
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < least for one in values):
+            raise self.wrong(key, f"a list of integers from {least} on")
         check_unique(values, place=f"{self._place}{key}")
         return values
 

@@ -109,7 +109,9 @@ def _setting(study: Study, analysis: Analysis) -> str:
     if results:
         hours = sum(result.seconds for result in results) / 3600
         versions = ", ".join(f"{name} {number}" for name, number in results[0].versions.items())
-        text += f" {len(results)} runs, {hours:.1f} hours of runs without those that chose rates. {versions}."
+        text += (
+            f" {len(results)} runs, {hours:.1f} hours without those that chose rates. {versions}."
+        )
     return text[:1].upper() + text[1:]
 
 
