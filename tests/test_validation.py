@@ -594,6 +594,22 @@ def test_step_with_too_few_microbatches_is_found_wherever_it_stands(
 
 
 @pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [("0:2 1280:4", None), ("0:1 640:2", 2), ("0:2 12800:4", 2)],  # that one's 4 comes too late
+)
+def test_steps_that_a_resumed_run_may_have_behind_it_do_not_count(
+    parser: argparse.ArgumentParser, schedule: str, microbatches: int | None
+) -> None:
+    argv = [*MODEL, *LAYOUT, *ASYNC, "--load", "x", "--step-batch-size-schedule", schedule]
+    errors, _ = problems(parse(parser, argv))
+    if microbatches is None:
+        assert errors == []
+    else:
+        assert len(errors) == 1
+        assert f"a batch has {microbatches} microbatches" in errors[0]
+
+
+@pytest.mark.parametrize(
     ("schedule", "more", "word"),
     [
         ("0:8 1280:12 2560:8", [], "shrinks from 12 to 8 samples at iteration 6"),

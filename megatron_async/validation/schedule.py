@@ -26,11 +26,20 @@ class _Step(NamedTuple):
 
 
 def batch_sizes(subject: Subject) -> list[int]:
-    """Global batch sizes of the asynchronous iterations, in samples, in order."""
+    """Global batch sizes of the asynchronous iterations, in samples, in order.
+
+    Of a run that goes on from a checkpoint, those that are certain to come.
+    """
     if subject.get("step_batch_size_schedule") is None:
         return [int(subject.get("global_batch_size"))]
     start = subject.config.start_iteration
-    return [step.size for step in _steps(subject) if step.end > start]
+    steps = [step for step in _steps(subject) if step.end > start]
+    if subject.get("load"):
+        # Steps that a resumed run has behind it may have run on fewer stages. The last one has no
+        # end, so there is always one.
+        run = _steps_run(subject)
+        steps = [step for step in steps if step in run][-1:] or steps[-1:]
+    return [step.size for step in steps]
 
 
 def _steps(subject: Subject) -> list[_Step]:
