@@ -1,6 +1,7 @@
 """What concerns the files of a checkpoint: the one that names the latest, the process that Megatron
-writes them with, and what is said when that fails."""
+writes them with, and what is said where reading or writing fails."""
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -17,7 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_async import engine
 
-__all__ = ["WholeTrackerFile", "keep_helper_from_exit_signal", "write_errors"]
+__all__ = [
+    "WholeTrackerFile",
+    "keep_helper_from_exit_signal",
+    "read_errors",
+    "save_directory",
+    "write_errors",
+]
 
 
 class WholeTrackerFile:
@@ -59,34 +66,119 @@ def _replaced(path: Path) -> Iterator[Any]:
     temporary.replace(path)
 
 
+_last_save: tuple[str, int] | None = None
+"""Directory and iteration of the last save that began."""
+
+
+def save_directory(args: argparse.Namespace, *, non_persistent: bool) -> str:
+    """Where Megatron saves, as in its ``save_checkpoint``."""
+    if not non_persistent:
+        return str(args.save)
+    subdirectory = megatron_checkpointing._NON_PERSISTENT_CKPT_SUBDIR
+    return str(args.non_persistent_global_ckpt_dir or Path(args.save) / subdirectory)
+
+
 @contextlib.contextmanager
-def write_errors() -> Iterator[None]:
+def write_errors(directory: str | None = None, iteration: int = -1) -> Iterator[None]:
     """Say where a checkpoint could not be written, and which one is whole.
 
     Of a full disk Megatron's own message may say "unexpected pos 704 vs 598".
 
+    Args:
+        directory: where it is written; None for the last one that was, which is written in the
+            background.
+        iteration: that of the checkpoint.
+
     Raises:
         RuntimeError: in the place of what was raised inside.
     """
+    global _last_save
+    if directory is not None:
+        _last_save = directory, iteration
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
-        if str(error).startswith("megatron_async: "):
+        if _last_save is None or str(error).startswith("megatron_async: "):
             raise
-        directory = get_args().save
+        directory, iteration = _last_save
         cause = (str(error).strip() or type(error).__name__).splitlines()[-1].strip(" .")
         if cause.startswith("CheckpointException"):  # Rank 0 has the reasons of all ranks.
             cause = "see rank 0"
-        left, last = "", "There is no whole one in it"
+        left = ""
         with contextlib.suppress(OSError):
             left = f", where {shutil.disk_usage(directory).free / 2**30:.1f} GiB are free"
-        with contextlib.suppress(OSError, ValueError):
-            tracker = megatron_checkpointing.get_checkpoint_tracker_filename(directory)
-            last = f"The last whole one is that of iteration {int(Path(tracker).read_text())}"
         raise RuntimeError(
             f"megatron_async: the checkpoint could not be written to {directory}{left}: {cause}. "
-            f"{last}."
+            f"{_what_is_whole(directory, iteration)}."
         ) from error
+
+
+def _what_is_whole(directory: str, iteration: int) -> str:
+    try:
+        tracker = megatron_checkpointing.get_checkpoint_tracker_filename(directory)
+        tracked = int(Path(tracker).read_text())
+    except (OSError, ValueError):
+        return "There is no whole one in it"
+    if tracked == iteration:
+        return (
+            f"It was to replace that of iteration {iteration}, which may be whole no more; an "
+            "older one can be resumed from with --ckpt-step ITERATION"
+        )
+    return f"The last whole one is that of iteration {tracked}"
+
+
+@contextlib.contextmanager
+def read_errors(
+    directory: str | None, args: argparse.Namespace, *, files_read: bool = False
+) -> Iterator[None]:
+    """Name the checkpoint and the remedy where it cannot be read.
+
+    Megatron ends with exit code 0 if it cannot read a torch checkpoint.
+
+    Args:
+        directory: that of the checkpoint.
+        args: Megatron's.
+        files_read: False while the model's file is read, where Megatron ends at whatever is wrong
+            with it; True around all of the loading, where it ends at what that file lacks, and
+            where what it asserts is about flags and stays as it is.
+
+    Raises:
+        RuntimeError: in the place of what was raised inside.
+        SystemExit: --exit-on-missing-checkpoint has found none.
+    """
+    place = f"megatron_async: the checkpoint in {directory}"
+    remedy = (
+        "It may be truncated, or of another model or program. An older one can be resumed from "
+        "with --ckpt-step ITERATION."
+    )
+    try:
+        yield
+    except SystemExit:
+        if _misses(directory, args):
+            raise
+        if files_read:
+            raise RuntimeError(
+                f"{place} lacks the random state (--no-save-rng leaves it out) or the iteration. "
+                "Add --no-load-rng to go on from the random state of a new run, or --finetune to "
+                "take the weights alone."
+            ) from None
+        raise RuntimeError(f"{place} cannot be read. {remedy}") from None
+    except (Exception, CheckpointException) as error:
+        if str(error).startswith("megatron_async: "):
+            raise
+        if files_read and isinstance(error, AssertionError):
+            raise
+        cause = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(" .\n")
+        raise RuntimeError(f"{place} cannot be read: {cause}. {remedy}") from error
+
+
+def _misses(directory: str | None, args: argparse.Namespace) -> bool:
+    """Whether Megatron ends since there is no checkpoint and --exit-on-missing-checkpoint."""
+    return bool(
+        getattr(args, "exit_on_missing_checkpoint", False)
+        and not getattr(args, "ckpt_step", None)
+        and not megatron_checkpointing.checkpoint_exists(directory)
+    )
 
 
 def keep_helper_from_exit_signal() -> None:

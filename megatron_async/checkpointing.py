@@ -15,23 +15,32 @@ in for those of megatron/training/checkpointing.py that have their names; the ho
 the original.
 """
 
+import argparse
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import get_args, print_rank_0
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_async import __version__, engine, random_state
-from megatron_async.checkpoint_files import keep_helper_from_exit_signal, write_errors
+from megatron_async import __version__, engine, exit_flags, random_state
+from megatron_async.arguments import AsyncConfig
+from megatron_async.checkpoint_files import (
+    keep_helper_from_exit_signal,
+    read_errors,
+    save_directory,
+    write_errors,
+)
+from megatron_async.checkpoint_weights import (
+    PREVIOUS,
+    check_parameters,
+    named_parameters,
+    previous_weights,
+)
 from megatron_async.corrections.base import correction_of, drop_buffers
 from megatron_async.deferred_update import UpdateReport
 from megatron_async.engine import Engine
@@ -39,7 +48,6 @@ from megatron_async.weight_versions import inner_optimizers
 
 __all__ = [
     "FORMAT",
-    "PREVIOUS",
     "STATE",
     "generate_state_dict",
     "get_rng_state",
@@ -52,14 +60,13 @@ __all__ = [
 
 STATE = "megatron_async"
 """Entry of the state dict with the counters."""
-PREVIOUS = "megatron_async_previous"
-"""Entry of the state dict with the weights of the version before the newest; prefix of its keys in
-a torch_dist checkpoint."""
 FORMAT = 1
 """Version of these entries."""
 
 _session: "_Saving | _Loading | None" = None
 """The save or load that is under way."""
+_chosen: tuple[Path, int] | None = None
+"""With --ckpt-step, the tracker file that it stands in for, and the iteration."""
 
 
 # What stands in for Megatron's functions
@@ -75,14 +82,18 @@ def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     running = engine.current()
     if running is None:
         return original(*args, **kwargs)
-    keep_helper_from_exit_signal()
-    if not running.asynchronous_now:
-        with write_errors():
+    settings = get_args()
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    directory = save_directory(settings, non_persistent=call.get("non_persistent_ckpt", False))
+    with exit_flags.as_given(settings):
+        keep_helper_from_exit_signal()
+        if not running.asynchronous_now:
+            with write_errors(directory, call["iteration"]):
+                return original(*args, **kwargs)
+        running.settle()
+        running.weights.select(running.weights.newest)
+        with _as_session(_Saving(running)), write_errors(directory, call["iteration"]):
             return original(*args, **kwargs)
-    running.settle()
-    running.weights.select(running.weights.newest)
-    with _as_session(_Saving(running)), write_errors():
-        return original(*args, **kwargs)
 
 
 def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,30 +106,62 @@ def load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     running = engine.current()
     optimizer = call["optimizer"]
-    if optimizer is None or (running is not None and optimizer is not running.optimizer):
-        return original(*args, **kwargs)
-    loading = _Loading(running, optimizer)
-    # The distributed optimizer copies into views of fp32 model parameters, in some formats outside
-    # of Megatron's own no_grad.
-    no_grad = contextlib.nullcontext() if running is None else torch.no_grad()
-    with _as_session(loading), no_grad:
+    settings = get_args()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_choose, None)
+        if AsyncConfig.from_args(settings).asynchronous:
+            directory = _load_directory(settings, call.get("load_arg", "load"))
+            stack.enter_context(read_errors(directory, settings, files_read=True))
+        if optimizer is None or (running is not None and optimizer is not running.optimizer):
+            return original(*args, **kwargs)
+        loading = _Loading(running, optimizer)
+        stack.enter_context(_as_session(loading))
+        if running is not None:
+            # The distributed optimizer copies into views of fp32 model parameters, in some formats
+            # outside of Megatron's own no_grad.
+            stack.enter_context(torch.no_grad())
         result = original(*args, **kwargs)
     loading.finish(iteration=result[0])
     return result
 
 
+def _load_directory(args: argparse.Namespace, load_arg: str) -> str | None:
+    """Where Megatron loads from, as in its ``load_checkpoint``."""
+    directory: str | None = getattr(args, load_arg)
+    pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
+    if pretrained is not None and not megatron_checkpointing.checkpoint_exists(directory):
+        return pretrained
+    return directory
+
+
 def load_base_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Read the state dict, and see what it holds of ours before anything is made of it."""
-    if not isinstance(_session, _Loading):
-        return original(*args, **kwargs)
-    directory = inspect.signature(original).bind(*args, **kwargs).arguments["load_dir"]
-    with _session.clear_errors(directory):
+    """Read the state dict, and see what it holds of ours before anything is made of it.
+
+    Megatron also reads it for --use-checkpoint-args, before the arguments are known to all, and
+    without an optimizer (--skip-train).
+
+    Raises:
+        RuntimeError: an asynchronous run cannot read the checkpoint, or the torch checkpoint is of
+            another model or layout.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    directory, settings = call["load_dir"], call["args"]
+    if AsyncConfig.from_args(settings).asynchronous:
+        step = getattr(settings, "ckpt_step", None)
+        if step and directory is not None:
+            tracker = megatron_checkpointing.get_checkpoint_tracker_filename(directory)
+            _choose((Path(tracker), step))
+        with read_errors(directory, settings):
+            state_dict, name, release, kind = original(*args, **kwargs)
+    else:
         state_dict, name, release, kind = original(*args, **kwargs)
-    if state_dict is not None:
+    if isinstance(_session, _Loading) and state_dict is not None:
         _session.found(state_dict, directory=directory, release=release)
         legacy = kind is megatron_checkpointing.CheckpointType.LEGACY
-        if legacy and _session.running is not None and not get_args().finetune:
-            _check_parameters(_session.running, state_dict.get("model", {}), directory)
+        # With rank0 it is the first stage's file, on all ranks.
+        own = legacy and not call.get("rank0", False)
+        if own and _session.running is not None and not settings.finetune:
+            check_parameters(_session.running, state_dict.get("model", {}), directory)
     return state_dict, name, release, kind
 
 
@@ -126,13 +169,14 @@ def read_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """Read which checkpoint is the latest; while loading, heed --ckpt-step.
 
     For the state of the distributed optimizer in a torch checkpoint Megatron looks it up once more,
-    and would load the latest one's.
+    and would load the latest one's; and it prefers a later checkpoint of
+    --non-persistent-ckpt-type. The file is not read: it may be broken, or missing.
     """
-    iteration, release = original(*args, **kwargs)
-    step = getattr(get_args(), "ckpt_step", None)
-    if isinstance(_session, _Loading) and _session.running is not None and step:
-        return step, False
-    return iteration, release
+    if _chosen is None:
+        return original(*args, **kwargs)
+    [file] = inspect.signature(original).bind(*args, **kwargs).args
+    tracker, step = _chosen
+    return (step if Path(file) == tracker else -1), False
 
 
 def generate_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +213,11 @@ def optimizer_state_keys(
     return (*keys, *correction.state_keys)
 
 
+def _choose(choice: tuple[Path, int] | None) -> None:
+    global _chosen
+    _chosen = choice
+
+
 @contextlib.contextmanager
 def _as_session(session: "_Saving | _Loading") -> Iterator[None]:
     global _session
@@ -191,7 +240,7 @@ class _Saving:
     def extend(self, state_dict: dict[str, Any], *, sharded: bool, metadata: Any) -> None:
         state_dict[STATE] = _counters(self.running)
         if self.running.pipeline.resumable:
-            state_dict[PREVIOUS] = _previous_weights(
+            state_dict[PREVIOUS] = previous_weights(
                 self.running, sharded=sharded, metadata=metadata
             )
 
@@ -214,52 +263,6 @@ def _counters(running: Engine) -> dict[str, Any]:
         "correction_momentum": running.config.correction_momentum,
         "report": None if report is None else asdict(report),
     }
-
-
-def _named_parameters(running: Engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    names = {
-        id(parameter): name
-        for name, parameter in unwrap_model(running.model_chunk).named_parameters()
-    }
-    for parameter in running.weights.parameters:
-        yield names[id(parameter)], parameter
-
-
-def _previous_weights(running: Engine, *, sharded: bool, metadata: Any) -> dict[str, Any]:
-    """Return the weights of the version before the newest, by parameter name.
-
-    Tensors; in a torch_dist checkpoint Megatron's description of each with its tensor, under a key
-    of our own. Both to save from and to load into.
-    """
-    weights = running.weights
-    weights.select(weights.newest - 1)
-    try:
-        # Megatron's descriptions hold the parameter itself, which is to point to the newest version
-        # when the file is written; a detached tensor stays with the version.
-        tensors = {name: parameter.detach() for name, parameter in _named_parameters(running)}
-        if not sharded:
-            return tensors
-        if metadata is None:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            metadata = {"dp_cp_group": group}
-        described = unwrap_model(running.model_chunk).sharded_state_dict(metadata=metadata)
-        entries = {
-            id(entry.data): entry
-            for entry in nested_values(described)
-            if isinstance(entry, ShardedBase)
-        }
-        result = {}
-        for name, parameter in _named_parameters(running):
-            if id(parameter) not in entries:
-                raise RuntimeError(
-                    f"megatron_async: {name} is missing in the model's sharded_state_dict, or is "
-                    "not there as it is; use --ckpt-format torch"
-                )
-            entry = entries[id(parameter)]
-            result[name] = replace(entry, key=f"{PREVIOUS}.{entry.key}", data=tensors[name])
-        return result
-    finally:
-        weights.select(weights.newest)
 
 
 # Loading
@@ -337,7 +340,7 @@ class _Loading:
 
     def extend(self, state_dict: dict[str, Any], *, sharded: bool, metadata: Any) -> None:
         if self.running is not None and self._resumes:
-            state_dict[PREVIOUS] = _previous_weights(
+            state_dict[PREVIOUS] = previous_weights(
                 self.running, sharded=sharded, metadata=metadata
             )
 
@@ -373,7 +376,7 @@ class _Loading:
 
     def _set_previous(self, running: Engine) -> None:
         values = []
-        for name, _ in _named_parameters(running):
+        for name, _ in named_parameters(running):
             if name not in self._previous:
                 raise RuntimeError(
                     f"megatron_async: the checkpoint lacks the previous version of {name}; it was "
@@ -410,32 +413,6 @@ class _Loading:
             )
         return text
 
-    @contextlib.contextmanager
-    def clear_errors(self, directory: str) -> Iterator[None]:
-        """Name the checkpoint and the remedy where reading it fails.
-
-        Megatron ends with exit code 0 if it cannot read a torch checkpoint.
-        """
-        remedy = (
-            "It may be truncated, or of another model or program. An older one can be resumed from "
-            "with --ckpt-step ITERATION."
-        )
-        try:
-            yield
-        except SystemExit:
-            # --exit-on-missing-checkpoint ends like this, too.
-            if self.running is None or not megatron_checkpointing.checkpoint_exists(directory):
-                raise
-            raise RuntimeError(
-                f"megatron_async: the checkpoint in {directory} cannot be read. {remedy}"
-            ) from None
-        except (Exception, CheckpointException) as error:
-            if self.running is None:
-                raise
-            raise RuntimeError(
-                f"megatron_async: the checkpoint in {directory} cannot be read: {error} {remedy}"
-            ) from error
-
 
 def _iteration(args: Any, state_dict: dict[str, Any]) -> int:
     """Number of iterations that are done when training goes on."""
@@ -453,23 +430,6 @@ def _check_format(counters: dict[str, Any], directory: str) -> None:
             f"format {FORMAT}. Resume it with the version that wrote it, or take its newest "
             "weights alone with --finetune."
         )
-
-
-def _check_parameters(running: Engine, saved: Any, directory: str) -> None:
-    """Megatron loads what fits if names are missing in a torch checkpoint, and says so in passing.
-
-    Raises:
-        RuntimeError: a parameter is missing.
-    """
-    chunk = unwrap_model(running.model_chunk)
-    parameters = dict(chunk.named_parameters())
-    for name in chunk.state_dict_for_save_checkpoint():
-        if name in parameters and name not in saved:
-            raise RuntimeError(
-                f"megatron_async: the checkpoint in {directory} lacks {name}: it is of another "
-                "model, or of another layout; only --ckpt-format torch_dist can be loaded by "
-                "another number of stages"
-            )
 
 
 def _leaving(counters: dict[str, Any]) -> str:

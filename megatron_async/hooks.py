@@ -174,7 +174,8 @@ HOOKS: tuple[Hook, ...] = (
         module=_CHECKPOINTING,
         attribute="read_metadata",
         make=replacements.checkpointing("read_metadata"),
-        why="--ckpt-step does not reach the distributed optimizer's state in a torch checkpoint",
+        why="--ckpt-step does not reach the distributed optimizer's state in a torch checkpoint, "
+        "and loses to a later non-persistent checkpoint",
     ),
     Hook(
         module=_CHECKPOINTING,

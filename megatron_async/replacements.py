@@ -257,7 +257,7 @@ def decide_exit(original: Any) -> Any:
     def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        from megatron_async import engine
+        from megatron_async import engine, exit_flags
 
         running = engine.current()
         if running is None or not engine.deferring():
@@ -266,13 +266,13 @@ def decide_exit(original: Any) -> Any:
         # already; only in the iteration in which all ranks know that they stop is it asked for.
         settings = get_args()
         handler, minutes = settings.exit_signal_handler, settings.exit_duration_in_mins
-        settings.exit_signal_handler = bool(handler and running.agreed("signals"))
         overtime = running.out_of_time or running.agreed("overtime")
-        settings.exit_duration_in_mins = minutes if overtime else None
-        try:
+        with exit_flags.replaced(
+            settings,
+            exit_signal_handler=bool(handler and running.agreed("signals")),
+            exit_duration_in_mins=minutes if overtime else None,
+        ):
             return original(*args, **kwargs)
-        finally:
-            settings.exit_signal_handler, settings.exit_duration_in_mins = handler, minutes
 
     return checkpoint_and_decide_exit
 

@@ -78,6 +78,10 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
     half: dict[str, Value] = {"delay_correction_strength": 0.5}
     sharded: dict[str, Value] = {**CORRECTED, **TORCH_DIST, **silent}
     plain: dict[str, Value] = {**silent, "skip_train": True}
+    distributed: dict[str, Value] = {**ASYNC, **TORCH, "use_distributed_optimizer": True}
+    randomless: dict[str, Value] = {**ASYNC, **TORCH, "no_save_rng": True}
+    # Later than the checkpoint of iteration 3, and still there at the end.
+    passing: dict[str, Value] = {**ASYNC, **TORCH_DIST, "non_persistent_ckpt_type": "global"}
     return run_steps(
         1,
         [
@@ -105,6 +109,12 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
             Step("another", {**NESTEROV, **TORCH, **loads("corrected")}),
             Step("finetune", {**corrected, **loads("corrected"), "finetune": True}),
             Step("no optimizer", {**corrected, **loads("corrected"), "no_load_optim": True}),
+            Step("arguments", {**corrected, **loads("corrected"), "use_checkpoint_args": True}),
+            Step("saves distributed", {**distributed, **saves("halved", exit_interval=3)}),
+            Step("saves no random state", {**randomless, **saves("randomless", exit_interval=3)}),
+            Step("no random state", {**ASYNC, **TORCH, **loads("randomless"), "no_load_rng": True}),
+            Step("passing", {**passing, **saves("passing", non_persistent_save_interval=4)}),
+            Step("passed by", {**passing, **loads("passing", 3)}),
         ],
         directory,
     )
@@ -131,6 +141,10 @@ def two_ranks(directory: Path) -> dict[str, Outcome]:
             Step("resumed from 5", {**plain, **loads("stopped")}),
             Step("signalled", signalled, prelude=SIGNAL),
             Step("resumed from signal", {**plain, **loads("signalled")}),
+            Step("synchronous", {**STAGES_2, **TORCH, **saves("stages-torch", exit_interval=3)}),
+            Step("as torch", {**plain, **loads("stages-torch")}),
+            Step("as torch_dist", {**plain, **TORCH_DIST, **loads("stages-torch")}),
+            Step("detected", {**plain, **loads("stages-torch"), "auto_detect_ckpt_format": True}),
             Step("two stages", {**plain, **NO_DROPOUT, **TORCH_DIST, **saves("stages", 3)}),
             Step("sharded", {**sharded, **saves("sharded", 3)}),
             Step("sharded resumed", {**sharded, **loads("sharded", 3)}),
@@ -241,6 +255,16 @@ def test_a_synchronous_checkpoint_starts_an_asynchronous_run(one_rank) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["as torch_dist", "detected"])
+def test_a_torch_checkpoint_of_stages_is_read_whatever_format_is_asked_for(
+    two_ranks, name: str
+) -> None:
+    """Megatron looks into the first stage's file on all ranks before it reads each one's own."""
+    assert list(two_ranks[name].by_iteration) == [4, 5, 6, 7]
+    assert two_ranks[name].by_iteration == two_ranks["as torch"].by_iteration
+    assert "starts afresh at iteration 4" in two_ranks[name].notices[-1]
+
+
 def test_a_late_start_holds_across_resumes(one_rank) -> None:
     assert_continues(one_rank["delayed from 2"], one_rank["delayed"], done=2)
     assert_continues(one_rank["delayed from 4"], one_rank["delayed"], done=4)
@@ -325,6 +349,22 @@ def test_finetuning_takes_the_weights_alone(one_rank) -> None:
     assert one_rank["finetune"].notices[-1].endswith("the checkpoint's weights alone are taken")
 
 
+def test_the_arguments_can_be_those_of_the_checkpoint(one_rank) -> None:
+    assert "from checkpoint" in one_rank["arguments"].log
+    assert_continues(one_rank["arguments"], one_rank["uninterrupted"], done=3)
+
+
+def test_an_older_checkpoint_is_chosen_before_a_later_one_that_does_not_persist(
+    one_rank, directory: Path
+) -> None:
+    assert (directory / "passing" / "non_persistent" / "iter_0000004").exists()
+    assert_continues(one_rank["passed by"], one_rank["passing"], done=3)
+
+
+def test_a_run_goes_on_without_the_random_state(one_rank) -> None:
+    assert list(one_rank["no random state"].by_iteration) == [4, 5, 6, 7]
+
+
 # What cannot be loaded
 
 
@@ -338,6 +378,10 @@ def edit(file: Path, change: Any) -> None:
     torch.save(state, file)
 
 
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
 def rename_model(state: dict[str, Any]) -> None:
     state["model"] = {f"transformer.{name}": value for name, value in state["model"].items()}
 
@@ -345,20 +389,31 @@ def rename_model(state: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
     names = ["format", "truncated", "foreign", "tracker", "full"]
+    untrained: dict[str, Value] = {"eval_interval": 3, "eval_iters": 2, "skip_train": True}
     for name in names:
         shutil.copytree(directory / "corrected", directory / name)
     edit(checkpoint_file(directory / "format"), lambda s: s["megatron_async"].update(format=2))
-    file = checkpoint_file(directory / "truncated")
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    halve(checkpoint_file(directory / "truncated"))
+    halve(checkpoint_file(directory / "halved").with_name("distrib_optim.pt"))
     edit(checkpoint_file(directory / "foreign"), rename_model)
     (directory / "tracker" / "latest_checkpointed_iteration.txt").write_text("")
     flags: dict[str, Value] = {**CORRECTED, **TORCH}
     steps = [Step(name, {**flags, **loads(name)}) for name in names[:-1]]
+    distributed: dict[str, Value] = {**ASYNC, **TORCH, "use_distributed_optimizer": True}
     full = {**flags, **loads("full"), **saves("full", 5)}
     return run_steps(
         1,
         [
             *steps,
+            Step("truncated, no training", {**flags, **untrained, **loads("truncated")}),
+            Step("tracker, no training", {**flags, **untrained, **loads("tracker")}),
+            Step(
+                "truncated, arguments",
+                {**flags, **loads("truncated"), "use_checkpoint_args": True},
+            ),
+            Step("tracker unread", {**flags, **loads("tracker", 3)}),
+            Step("halved", {**distributed, **loads("halved")}),
+            Step("randomless", {**ASYNC, **TORCH, **loads("randomless")}),
             Step("sharded-format", {**CORRECTED, **TORCH_DIST, **loads("sharded-format")}),
             Step("sharded", {**CORRECTED, **TORCH_DIST, **loads("sharded"), "hidden_size": 64}),
             Step("full", full, prelude=FULL_DISK),
@@ -376,6 +431,11 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
         ("truncated", "cannot be read"),
         ("foreign", "it is of another model"),
         ("tracker", "cannot be read"),
+        ("truncated, no training", "cannot be read"),
+        ("tracker, no training", "cannot be read"),
+        ("truncated, arguments", "cannot be read"),
+        ("halved", "cannot be read"),
+        ("randomless", "Add --no-load-rng"),
         ("sharded-format", "has format 2"),
         ("sharded", "cannot be read"),  # of a smaller model
     ],
@@ -384,12 +444,15 @@ def test_what_cannot_be_loaded_is_named(
     broken: dict[str, Outcome], directory: Path, name: str, message: str
 ) -> None:
     assert broken[name].failed
-    [line, *_] = [
-        line for line in broken[name].log.splitlines() if line.startswith("RuntimeError: ")
-    ]
-    assert "megatron_async: " in line
+    assert all(code not in (0, None) for code in broken[name].codes)
+    start = "RuntimeError: megatron_async: "
+    [line, *_] = [row for row in broken[name].log.splitlines() if row.startswith(start)]
     assert message in line
-    assert str(directory / name) in line
+    assert str(directory / name.partition(",")[0]) in line
+
+
+def test_a_broken_tracker_file_does_not_matter_to_a_chosen_iteration(broken, one_rank) -> None:
+    assert_continues(broken["tracker unread"], one_rank["uninterrupted"], done=3)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(broken, one_rank) -> None:

@@ -44,6 +44,22 @@ def late(*, iteration: int, rank: int) -> str:
     return _AT.format(iteration=iteration, rank=rank, what="training._TRAIN_START_TIME -= 61")
 
 
+# Prints which signals the process that a save needs blocks, at the beginning of iteration 4.
+_HELPER = """
+from pathlib import Path
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.training import get_args, training
+next_step = training.train_step
+def look(*args, **kwargs):
+    if get_args().curr_iteration == 3:
+        helper = filesystem_async._results_queue._manager._process
+        status = Path(f"/proc/{helper.pid}/status").read_text()
+        print("the helper blocks", status.split("SigBlk:")[1].split()[0])
+    return next_step(*args, **kwargs)
+training.train_step = look
+"""
+
+
 def saves(name: str, interval: int = 100) -> dict[str, Value]:
     return {"save": f"{{dir}}/{name}", "save_interval": interval}
 
@@ -67,6 +83,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(directory: Path) -> dict[str, Outcome]:
     handled: dict[str, Value] = {**PLAIN, "exit_signal_handler": True}
     limited: dict[str, Value] = {**PLAIN, "exit_duration_in_mins": 1}
+    both: dict[str, Value] = {**limited, "exit_signal_handler": True}
     # What depends on the number of iterations does not, so that it can be raised at the resume.
     extensible: dict[str, Value] = {**PLAIN, "lr_decay_iters": 7, "start_weight_decay": 0.1}
     more: dict[str, Value] = {"override_opt_param_scheduler": True}
@@ -77,6 +94,7 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
         "use_persistent_ckpt_worker": True,
     }
     stopped = {**background, **saves("background", 3), "exit_signal_handler": True}
+    watched = {**SHARDED, **saves("watched", 3), "exit_signal_handler": True, "train_iters": 4}
     steps: dict[str, Value] = {**CORRECTED, **STAGES_2, "ckpt_format": "torch", **growing()}
     return run_steps(
         2,
@@ -88,7 +106,7 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
                 prelude=signalled("SIGUSR1", iteration=3, rank=0),
             ),
             Step("signal resumed", {**PLAIN, **loads("signal")}),
-            Step("time", {**limited, **saves("time")}, prelude=late(iteration=3, rank=1)),
+            Step("time", {**both, **saves("time", 2)}, prelude=late(iteration=3, rank=1)),
             Step("time resumed", {**PLAIN, **loads("time")}),
             Step(
                 "time in an evaluation",
@@ -101,6 +119,7 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
             Step("end resumed", {**extensible, **more, **loads("end")}),
             Step("background uninterrupted", SHARDED),
             Step("background", stopped, prelude=signalled("SIGTERM", iteration=4, rank=1)),
+            Step("watched", watched, prelude=_HELPER),
             Step("background resumed from 3", {**background, **loads("background", 3)}),
             Step("background resumed", {**SHARDED, **loads("background")}),
             Step("growing", {**steps, **saves("growing")}),
@@ -200,6 +219,19 @@ def test_the_process_that_a_save_needs_outlives_the_exit_signal() -> None:
             print(json.dumps([alone, outlives(), blocked]))
     """
     assert run_python(code) == [False, True, False]
+
+
+def test_an_ordinary_save_sees_the_flags_that_were_given(
+    outcomes: dict[str, Outcome], directory: Path
+) -> None:
+    """They are off around it while the ranks know that nobody wants to stop."""
+    file = directory / "time" / "iter_0000002" / "mp_rank_00_000" / "model_optim_rng.pt"
+    saved = torch.load(file, weights_only=False)["args"]
+    assert saved.exit_signal_handler is True
+    assert saved.exit_duration_in_mins == 1
+    log = outcomes["watched"].log
+    [blocked] = set(re.findall(r"^the helper blocks (\S+)$", log, flags=re.MULTILINE))
+    assert int(blocked, 16) >> (signal.SIGTERM - 1) & 1
 
 
 def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
