@@ -3,7 +3,8 @@
 A checkpoint saved after batch k holds Megatron's usual state at the newest version, k + 1, and
 
 - the weights of version k, on which batch k + 1 runs,
-- the buffers of the delay correction, in the state of the torch optimizers,
+- the buffers of the delay correction, in the state of the torch optimizers, or beside it in the
+  torch format,
 - each stage's random state from before its first forward of batch k + 1, in the place where
   Megatron keeps the random state; microbatches in flight are dropped and forwarded again,
 - counters, as plain data.
@@ -29,6 +30,7 @@ from megatron.training import get_args, print_rank_0
 
 from megatron_async import __version__, engine, exit_flags, random_state
 from megatron_async.arguments import AsyncConfig
+from megatron_async.checkpoint_buffers import BUFFERS, put_back, take_out
 from megatron_async.checkpoint_files import (
     keep_helper_from_exit_signal,
     read_errors,
@@ -60,8 +62,10 @@ __all__ = [
 
 STATE = "megatron_async"
 """Entry of the state dict with the counters."""
-FORMAT = 1
+FORMAT = 2
 """Version of these entries."""
+_READABLE = (1, 2)
+"""Until 2, the correction's buffers were in the optimizer's state in the torch format, too."""
 
 _session: "_Saving | _Loading | None" = None
 """The save or load that is under way."""
@@ -160,6 +164,8 @@ def load_base_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any
         legacy = kind is megatron_checkpointing.CheckpointType.LEGACY
         # With rank0 it is the first stage's file, on all ranks.
         own = legacy and not call.get("rank0", False)
+        if own:
+            _session.place_buffers(state_dict)
         if own and _session.running is not None and not settings.finetune:
             check_parameters(_session.running, state_dict.get("model", {}), directory)
     return state_dict, name, release, kind
@@ -239,6 +245,9 @@ class _Saving:
 
     def extend(self, state_dict: dict[str, Any], *, sharded: bool, metadata: Any) -> None:
         state_dict[STATE] = _counters(self.running)
+        if not sharded and "optimizer" in state_dict:
+            state_dict[BUFFERS] = {}
+            state_dict["optimizer"] = take_out(state_dict["optimizer"], state_dict[BUFFERS])
         if self.running.pipeline.resumable:
             state_dict[PREVIOUS] = previous_weights(
                 self.running, sharded=sharded, metadata=metadata
@@ -344,6 +353,16 @@ class _Loading:
                 self.running, sharded=sharded, metadata=metadata
             )
 
+    def place_buffers(self, state_dict: dict[str, Any]) -> None:
+        """Put the correction's buffers of a torch checkpoint where it is loaded from."""
+        buffers = state_dict.pop(BUFFERS, {})
+        if "optimizer" not in state_dict:
+            return
+        if self._correction_loaded:
+            put_back(state_dict["optimizer"], buffers)
+        else:  # Format 1 has them in there.
+            state_dict["optimizer"] = take_out(state_dict["optimizer"], {})
+
     def finish(self, *, iteration: int) -> None:
         """Called when Megatron has loaded everything."""
         if not self._checkpoint_found:
@@ -422,13 +441,13 @@ def _iteration(args: Any, state_dict: dict[str, Any]) -> int:
 
 def _check_format(counters: dict[str, Any], directory: str) -> None:
     found = counters.get("format")
-    if found != FORMAT:
+    if found not in _READABLE:
         package = counters.get("package")
         raise RuntimeError(
             f"megatron_async: the asynchronous state of the checkpoint in {directory} has format "
             f"{found} (written by megatron_async {package}); megatron_async {__version__} reads "
-            f"format {FORMAT}. Resume it with the version that wrote it, or take its newest "
-            "weights alone with --finetune."
+            f"formats {_READABLE[0]} to {FORMAT}. Resume it with the version that wrote it, or "
+            "take its newest weights alone with --finetune."
         )
 
 

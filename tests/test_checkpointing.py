@@ -13,9 +13,6 @@ import torch
 from harness import Value, gpt_args, run_torchrun
 from resume_jobs import ASYNC, COMMON_FLAGS, Outcome, Step, run_steps
 
-from megatron_async.corrections.base import UPDATE, correction_of
-from megatron_async.corrections.error_feedback import ErrorFeedback
-
 CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
 ADAPTIVE: Mapping[str, Value] = {**CORRECTED, "delay_correction_adaptive_strength": True}
 NESTEROV: Mapping[str, Value] = {**ASYNC, "delay_correction": "nesterov"}
@@ -58,7 +55,19 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 # What another version of the package would write.
 ANOTHER_FORMAT = """
 from megatron_async import checkpointing
-checkpointing.FORMAT = 2
+checkpointing.FORMAT = 3
+"""
+
+# Refuses a state that Adam does not have, as Transformer Engine's FusedAdam does.
+STRICT = """
+import torch
+load_state_dict = torch.optim.Optimizer.load_state_dict
+def strict(self, state_dict):
+    for state in state_dict["state"].values():
+        if set(state) - {"step", "exp_avg", "exp_avg_sq"}:
+            raise KeyError(str(set(state)))
+    return load_state_dict(self, state_dict)
+torch.optim.Optimizer.load_state_dict = strict
 """
 
 
@@ -101,9 +110,9 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
                 prelude=ANOTHER_FORMAT,
             ),
             Step("plain evaluates sharded", {**TORCH_DIST, **plain, **loads("sharded")}),
-            Step("plain goes on", {**TORCH, **loads("corrected")}),
+            Step("plain goes on", {**TORCH, **loads("corrected")}, prelude=STRICT),
             Step("default", {**TORCH, "pipeline_schedule": "default", **loads("corrected")}),
-            Step("off", {**ASYNC, **TORCH, **loads("corrected")}),
+            Step("off", {**ASYNC, **TORCH, **loads("corrected")}, prelude=STRICT),
             Step("on", {**delayed, **CORRECTED, **loads("delayed", 4)}),
             Step("half", {**corrected, **half, **loads("corrected")}),
             Step("another", {**NESTEROV, **TORCH, **loads("corrected")}),
@@ -378,6 +387,16 @@ def edit(file: Path, change: Any) -> None:
     torch.save(state, file)
 
 
+def make_old(state: dict[str, Any]) -> None:
+    """What the first format was: the correction's buffers are in the optimizer's state."""
+    for place, buffers in state.pop("megatron_async_buffers").items():
+        target = state["optimizer"]
+        for key in place:
+            target = target[key]
+        target.update(buffers)
+    state["megatron_async"]["format"] = 1
+
+
 def halve(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -388,17 +407,18 @@ def rename_model(state: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
-    names = ["format", "truncated", "foreign", "tracker", "full"]
+    names = ["format", "truncated", "foreign", "tracker", "full", "old"]
     untrained: dict[str, Value] = {"eval_interval": 3, "eval_iters": 2, "skip_train": True}
     for name in names:
         shutil.copytree(directory / "corrected", directory / name)
-    edit(checkpoint_file(directory / "format"), lambda s: s["megatron_async"].update(format=2))
+    edit(checkpoint_file(directory / "format"), lambda s: s["megatron_async"].update(format=3))
+    edit(checkpoint_file(directory / "old"), make_old)
     halve(checkpoint_file(directory / "truncated"))
     halve(checkpoint_file(directory / "halved").with_name("distrib_optim.pt"))
     edit(checkpoint_file(directory / "foreign"), rename_model)
     (directory / "tracker" / "latest_checkpointed_iteration.txt").write_text("")
     flags: dict[str, Value] = {**CORRECTED, **TORCH}
-    steps = [Step(name, {**flags, **loads(name)}) for name in names[:-1]]
+    steps = [Step(name, {**flags, **loads(name)}) for name in names[:-2]]
     distributed: dict[str, Value] = {**ASYNC, **TORCH, "use_distributed_optimizer": True}
     full = {**flags, **loads("full"), **saves("full", 5)}
     return run_steps(
@@ -412,6 +432,8 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
                 {**flags, **loads("truncated"), "use_checkpoint_args": True},
             ),
             Step("tracker unread", {**flags, **loads("tracker", 3)}),
+            Step("old", {**flags, **loads("old")}),
+            Step("old, off", {**ASYNC, **TORCH, **loads("old")}, prelude=STRICT),
             Step("halved", {**distributed, **loads("halved")}),
             Step("randomless", {**ASYNC, **TORCH, **loads("randomless")}),
             Step("sharded-format", {**CORRECTED, **TORCH_DIST, **loads("sharded-format")}),
@@ -427,7 +449,7 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("format", "has format 2"),
+        ("format", "has format 3"),
         ("truncated", "cannot be read"),
         ("foreign", "it is of another model"),
         ("tracker", "cannot be read"),
@@ -436,7 +458,7 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
         ("truncated, arguments", "cannot be read"),
         ("halved", "cannot be read"),
         ("randomless", "Add --no-load-rng"),
-        ("sharded-format", "has format 2"),
+        ("sharded-format", "has format 3"),
         ("sharded", "cannot be read"),  # of a smaller model
     ],
 )
@@ -455,35 +477,11 @@ def test_a_broken_tracker_file_does_not_matter_to_a_chosen_iteration(broken, one
     assert_continues(broken["tracker unread"], one_rank["uninterrupted"], done=3)
 
 
+def test_a_checkpoint_of_the_first_format_is_read(broken, one_rank) -> None:
+    assert_continues(broken["old"], one_rank["uninterrupted"], done=3)
+    assert broken["old, off"].by_iteration == one_rank["off"].by_iteration
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_whole(broken, one_rank) -> None:
     assert broken["full"].failed
     assert_continues(broken["emptied"], one_rank["uninterrupted"], done=3)
-
-
-# Parts
-
-
-def test_a_changed_strength_takes_back_what_was_added() -> None:
-    # x_2 = x_0 - U_0 - U_1 - (U_1 - U_0), and x_3 without the look-ahead of update 1, but with half
-    # of that of update 2.
-    parameter = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    correction = ErrorFeedback(optimizer, strength=1.0)
-    correction.enable()
-
-    def step(gradient: float) -> float:
-        parameter.grad = torch.tensor([gradient])
-        optimizer.step()
-        return float(parameter.detach())
-
-    assert [step(1.0), step(10.0)] == [-1.0, -20.0]
-    resumed = torch.optim.SGD([parameter], lr=1.0)
-    after = ErrorFeedback(resumed, strength=0.5)
-    assert correction_of(resumed) is after
-    assert not after.buffered
-    after.make_buffers()
-    assert after.buffered
-    resumed.state[parameter][UPDATE].copy_(optimizer.state[parameter][UPDATE])
-    after.enable(applied=1.0)
-    optimizer = resumed
-    assert step(100.0) == -1.0 - 10.0 - 100.0 + 1.0 - 50.0

@@ -226,6 +226,32 @@ def test_is_found_by_its_optimizer() -> None:
     assert correction_of(optimizer) is correction
 
 
+def test_a_changed_strength_takes_back_what_was_added() -> None:
+    # x_2 = x_0 - U_0 - U_1 - (U_1 - U_0), and x_3 without the look-ahead of update 1, but with half
+    # of that of update 2.
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    correction = ErrorFeedback(optimizer, strength=1.0)
+    correction.enable()
+
+    def step(gradient: float) -> float:
+        parameter.grad = torch.tensor([gradient])
+        optimizer.step()
+        return float(parameter.detach())
+
+    assert [step(1.0), step(10.0)] == [-1.0, -20.0]
+    resumed = torch.optim.SGD([parameter], lr=1.0)
+    after = ErrorFeedback(resumed, strength=0.5)
+    assert correction_of(resumed) is after
+    assert not after.buffered
+    after.make_buffers()
+    assert after.buffered
+    resumed.state[parameter][UPDATE].copy_(optimizer.state[parameter][UPDATE])
+    after.enable(applied=1.0)
+    optimizer = resumed
+    assert step(100.0) == -1.0 - 10.0 - 100.0 + 1.0 - 50.0
+
+
 def test_refuses_what_is_no_torch_optimizer() -> None:
     not_torch: Any = object()
     with pytest.raises(TypeError, match=r"--delay-correction needs a torch\.optim\.Optimizer"):
