@@ -78,7 +78,9 @@ class Cell:
         from_3: dict[str, Value] = {**flags, "load": place, "ckpt_step": 3}
         if "non_persistent_ckpt_type" in flags:
             saved["exit_interval"] = 4
-            from_3["ckpt_step"] = None
+            # The one of iteration 4 persists, and Megatron would prefer it.
+            from_3 |= {"ckpt_step": None, "load": f"{place}/nothing"}
+            from_3["non_persistent_global_ckpt_dir"] = f"{place}/non_persistent"
         return [
             Step(f"{self.name} uninterrupted", flags),
             Step(f"{self.name} stopped", saved, prelude=self.prelude),
