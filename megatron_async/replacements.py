@@ -170,9 +170,7 @@ def timed_receive(original: Any) -> Any:
         if measured is None or not (recv_prev or recv_next):
             return original(self, recv_prev=recv_prev, recv_next=recv_next, **kwargs)
         with measured.meter.waiting():
-            *received, requests = original(
-                self, recv_prev=recv_prev, recv_next=recv_next, **kwargs
-            )
+            *received, requests = original(self, recv_prev=recv_prev, recv_next=recv_next, **kwargs)
         if isinstance(requests, dict):  # of an interleaved schedule, which waits for them itself
             requests = {
                 name: bubble.TimedRequest(request, measured.meter)
@@ -321,7 +319,7 @@ def report_moe_metrics(original: Any) -> Any:
         running = engine.current()
         if running is None or running.moe is None or not engine.deferring():
             return original(self, loss_scale, *args, **kwargs)
-        if running.ran_one_batch:
+        if running.moe.totals is None:  # on all ranks alike
             running.moe.sum_over_stages()
         running.moe.fill(self, round(1.0 / loss_scale))
         return original(self, loss_scale, *args, **kwargs)
