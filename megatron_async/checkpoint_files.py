@@ -66,6 +66,8 @@ def _replaced(path: Path) -> Iterator[Any]:
     temporary.replace(path)
 
 
+_LONGEST_CAUSE = 300
+"""Characters; the whole of it stands in the traceback above our message."""
 _last_save: tuple[str, int] | None = None
 """Directory and iteration of the last save that began."""
 
@@ -148,8 +150,8 @@ def read_errors(
     """
     place = f"megatron_async: the checkpoint in {directory}"
     remedy = (
-        "It may be truncated, or of another model or program. An older one can be resumed from "
-        "with --ckpt-step ITERATION."
+        "It may be truncated, or of another model, optimizer or program. An older one can be "
+        "resumed from with --ckpt-step ITERATION; --no-load-optim takes the weights alone."
     )
     try:
         yield
@@ -168,8 +170,32 @@ def read_errors(
             raise
         if files_read and isinstance(error, AssertionError):
             raise
-        cause = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(" .\n")
-        raise RuntimeError(f"{place} cannot be read: {cause}. {remedy}") from error
+        if _is_another_ranks(error):
+            raise RuntimeError(
+                f"{place} was not read, since another rank has ended: see what it said."
+            ) from error
+        raise RuntimeError(f"{place} cannot be read: {_cause(error)}. {remedy}") from error
+
+
+def _is_another_ranks(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "Connection closed by peer" in text or "Connection reset by peer" in text
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """The error in a line; a CheckpointException's text is the tracebacks of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (first, _) = min(error.failures.items())
+        return f"rank {rank}: {_cause(first)}"
+    text = (str(error).strip() or type(error).__name__).rstrip(" .")
+    lines = text.splitlines()
+    if len(lines) > 1 and "Traceback" in text:
+        text = lines[-1]
+    if len(text) > _LONGEST_CAUSE:
+        text = f"{text[:_LONGEST_CAUSE]} ..."
+    return f"it lacks {text}" if isinstance(error, KeyError) else text
 
 
 def _misses(directory: str | None, args: argparse.Namespace) -> bool:

@@ -406,6 +406,10 @@ class _Loading:
 
     def _resuming(self, running: Engine, counters: dict[str, Any], iteration: int) -> str:
         newest = counters["newest_version"]
+        if iteration >= running.args.train_iters:
+            return (
+                f"the checkpoint is of iteration {iteration}, the last: there is nothing to train"
+            )
         text = (
             f"{running.config.schedule} resumes at iteration {iteration + 1}, with weight versions "
             f"{newest - 1} and {newest}"

@@ -180,8 +180,9 @@ class Summary:
 def find_inputs(patterns: Iterable[str]) -> list[Input]:
     """Return the files that the patterns stand for, each once, in a stable order.
 
-    A directory stands for every file below it, except hidden ones and ``__pycache__``. In a glob,
-    ``**`` stands for any number of directories.
+    A directory stands for every file below it, except hidden ones, ``__pycache__``, and files that
+    are not text (a zero byte among the first 8192). In a glob, ``**`` stands for any number of
+    directories.
 
     Raises:
         DataError: a pattern stands for no file, or a file that was named is empty.
@@ -190,7 +191,8 @@ def find_inputs(patterns: Iterable[str]) -> list[Input]:
     for pattern in patterns:
         named = Path(pattern)
         if named.is_dir():
-            paths = [path for path in sorted(named.rglob("*")) if _is_visible(path, named)]
+            visible = [path for path in sorted(named.rglob("*")) if _is_visible(path, named)]
+            paths = [path for path in visible if not _is_binary(path)]
         elif named.exists():
             paths = [named]
         elif glob.has_magic(pattern):
@@ -388,6 +390,17 @@ def _unknown_flags(flags: Sequence[str]) -> DataError:
 def _is_visible(path: Path, directory: Path) -> bool:
     parts = path.relative_to(directory).parts
     return not any(part.startswith(".") or part == "__pycache__" for part in parts)
+
+
+def _is_binary(path: Path) -> bool:
+    """Whether there is a zero byte near the start, as no text has."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return b"\0" in file.read(8192)
+    except OSError:
+        return False  # whoever reads it names it
 
 
 def _json_text(line: bytes, key: str, *, where: str) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_async import data
-from megatron_async.data import ByteTokenizer, DataError
+from megatron_async.data import ByteTokenizer, DataError, find_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, about libraries it lacks
 
@@ -46,6 +46,15 @@ def corpus(tmp_path: Path) -> Path:
     lines = [json.dumps({"text": "first"}), "", json.dumps({"text": ""}), '{"text": "zweité"}']
     (root / "z.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return root
+
+
+def test_of_a_directory_what_is_not_text_is_left_out(corpus: Path, tmp_path: Path) -> None:
+    before = find_inputs([str(corpus)])
+    picture = corpus / "sub" / "picture.png"
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR")
+    assert find_inputs([str(corpus)]) == before
+    # What is named is taken as it is.
+    assert [one.path for one in find_inputs([str(picture)])] == [picture]
 
 
 def test_directory_to_documents(

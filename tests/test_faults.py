@@ -7,12 +7,14 @@ faults are among the slow tests.
 import argparse
 import json
 import re
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from harness import Value
 from resume_jobs import ASYNC, Outcome, Step, run_steps
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_async import data_files
 
@@ -343,6 +345,10 @@ def test_where_a_checkpoint_that_is_replaced_by_the_next_one_is_saved() -> None:
     assert save_directory(args, non_persistent=True) == "/there"
 
 
+def _failure(error: Exception) -> tuple[Exception, traceback.StackSummary]:
+    return error, traceback.StackSummary()
+
+
 @pytest.mark.parametrize(
     ("error", "files_read", "kind", "message"),
     [
@@ -351,6 +357,19 @@ def test_where_a_checkpoint_that_is_replaced_by_the_next_one_is_saved() -> None:
         (ValueError("bad file."), True, RuntimeError, r"cannot be read: bad file\. It may be"),
         (KeyError("optimizer"), True, RuntimeError, r"cannot be read: it lacks 'optimizer'\. It"),
         (AssertionError("magic"), False, RuntimeError, r"cannot be read: magic\. It may be"),
+        (RuntimeError("pair.cc: Connection closed by peer"), True, RuntimeError, "another rank"),
+        (
+            CheckpointException("", {1: _failure(EOFError()), 0: _failure(OSError("no file."))}),
+            True,
+            RuntimeError,
+            r"cannot be read: rank 0: no file\. It may be",
+        ),
+        (
+            KeyError("x" * 1000),
+            True,
+            RuntimeError,
+            r"cannot be read: it lacks 'x{299} \.\.\.\. It may be",
+        ),
         (AssertionError("num_layers differs"), True, AssertionError, r"^num_layers differs$"),
         (RuntimeError("megatron_async: no"), True, RuntimeError, r"^megatron_async: no$"),
     ],

@@ -51,6 +51,8 @@ def _study(argv: Sequence[str]) -> int:
     if args.output is None:
         parser.error("give --output DIR")
     directory: Path = args.output
+    if directory.exists() and not directory.is_dir():
+        parser.error(f"--output {directory} is a file; name a folder")
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     dataset = prepare(study.dataset, directory)
