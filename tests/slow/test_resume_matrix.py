@@ -164,7 +164,6 @@ def cells() -> list[Cell]:
         ("fully_reshardable fp32", 2, {**DISTRIBUTED, **CORRECTED, **RESHARDABLE}, ""),
         ("fully_reshardable sparing memory", 2, {**distributed, **SPARING}, ""),
         ("dp_zero_gather_scatter", 2, distributed, sharded_as("dp_zero_gather_scatter")),
-        ("fully_sharded_model_space", 2, distributed, sharded_as("fully_sharded_model_space")),
         ("2x2 fully_reshardable", 4, {**STAGES_2, **distributed, **RESHARDABLE}, ""),
         ("async_save", 2, {**STAGES_2, **CORRECTED, **BACKGROUND}, ""),
         ("async_save distributed", 2, {**distributed, **BACKGROUND}, ""),
@@ -252,13 +251,16 @@ def reference(directory: Path) -> dict[str, Outcome]:
 def test_another_layout_agrees_to_rounding(
     reference: dict[str, Outcome], directory: Path, ranks: int
 ) -> None:
+    # Megatron pads the vocabulary to a multiple of this times the number of tensor-parallel ranks, and
+    # the loss counts the padding.
+    tensors: Flags = {**TENSORS_2, "make_vocab_size_divisible_by": 64}
     layouts: dict[str, Flags] = {
         1: {"one stage": {}},
-        2: {"two tensors": TENSORS_2, "two replicas": {}},
+        2: {"two tensors": tensors, "two replicas": {}},
         4: {
             "four stages": STAGES_4,
             "2x2 replicas": STAGES_2,
-            "2x2 tensors": {**STAGES_2, **TENSORS_2},
+            "2x2 tensors": {**STAGES_2, **tensors},
         },
     }[ranks]
     common: dict[str, Value] = {**ASYNC, **CORRECTED, **NO_DROPOUT, "ckpt_format": "torch_dist"}
