@@ -251,8 +251,8 @@ def reference(directory: Path) -> dict[str, Outcome]:
 def test_another_layout_agrees_to_rounding(
     reference: dict[str, Outcome], directory: Path, ranks: int
 ) -> None:
-    # Megatron pads the vocabulary to a multiple of this times the number of tensor-parallel ranks, and
-    # the loss counts the padding.
+    # Megatron pads the vocabulary to a multiple of this times the number of tensor-parallel ranks,
+    # and the loss counts the padding.
     tensors: Flags = {**TENSORS_2, "make_vocab_size_divisible_by": 64}
     layouts: dict[str, Flags] = {
         1: {"one stage": {}},
