@@ -362,7 +362,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "megatron-async study: there is no file nowhere" in capsys.readouterr().err
     (tmp_path / "taken").touch()
     assert command.main(["quick", "--output", str(tmp_path / "taken")]) == 1
-    assert "File exists" in capsys.readouterr().err
+    assert "taken is a file; name a folder" in capsys.readouterr().err
 
 
 def test_fork_launcher_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def _study(argv: Sequence[str]) -> int:
         parser.error("give --output DIR")
     directory: Path = args.output
     if directory.exists() and not directory.is_dir():
-        parser.error(f"--output {directory} is a file; name a folder")
+        raise runner.RunError(f"--output {directory} is a file; name a folder.")
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     dataset = prepare(study.dataset, directory)
