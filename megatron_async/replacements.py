@@ -4,6 +4,7 @@ Each function takes the original and returns the replacement. Modules that need 
 imported when a replacement runs: the table is made before Megatron is.
 """
 
+import contextlib
 import functools
 import inspect
 import time
@@ -378,12 +379,10 @@ def keep_random_state(original: Any) -> Any:
         from megatron_async import bubble, engine, random_state
 
         running = engine.current()
-        if running is None:
-            with bubble.paused():
-                return original(*args, **kwargs)
-        with random_state.preserved(), bubble.paused():
+        kept = contextlib.nullcontext() if running is None else random_state.preserved()
+        with kept, bubble.paused():
             result = original(*args, **kwargs)
-        if result[2]:
+        if running is not None and result[2]:
             # All ranks were asked, and know that --exit-duration-in-mins is over. Megatron leaves
             # the model in evaluation mode then: no iteration may follow.
             running.out_of_time = True

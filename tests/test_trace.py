@@ -71,7 +71,6 @@ def stage_of(rank: int) -> int:
     return rank // 2
 
 
-UPDATE = {"DeferredUpdate.launch", "DeferredUpdate.complete"}
 EXCHANGE = {"StageExchange.post", "StageExchange.answer"}
 
 
