@@ -18,7 +18,7 @@ from megatron.core.distributed.finalize_model_grads import _get_shared_word_embe
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_signal_handler
 
-from megatron_async import bubble, random_state
+from megatron_async import bubble, random_state, unfinished_saves
 from megatron_async.arguments import AsyncConfig
 from megatron_async.corrections import make_correction
 from megatron_async.deferred_update import DeferredUpdate, Scheduled, UpdateReport, scheduled
@@ -120,6 +120,7 @@ class Engine:
             # The hooks gather for whichever version a module runs on, recomputation included.
             self.model_chunk.disable_forward_pre_hook(param_sync=False)
         self.tally = _tally(args, self.config)
+        self._save_watch = unfinished_saves.SaveWatch()
         self._sums: dict[int, dict[str, float]] = {}
         """The tally over all ranks, of the updates of the last batches."""
         self.deferred: DeferredUpdate | None = None
@@ -196,7 +197,7 @@ class Engine:
         self._unlaunched = batch
         # What Megatron reads at the end of the iteration is this batch's.
         self._select_batch(batch)
-        if self.gradients is not None:
+        if self.gradients is not None and self.pipeline.filled:
             self.gradients.start_first_reduction()
         return losses
 
@@ -269,7 +270,8 @@ class Engine:
                     self.complete_update()
         self.pipeline.closing = []
         self._select_gradients_to_zero()
-        if self.weights.before_use is None or not self.pipeline.filled:
+        gathered = self.weights.before_use is None
+        if gathered or not self.pipeline.filled or self.args.log_params_norm:
             # Whoever looks at the model between two iterations sees the newest complete version,
             # and after the last one also what was still being gathered.
             self.weights.select(self.weights.newest)
@@ -322,7 +324,7 @@ class Engine:
         if "overtime" in self.tally:
             numbers["overtime"] = float(_minutes_trained() > self.args.exit_duration_in_mins)
         if "unfinished saves" in self.tally:
-            numbers["unfinished saves"] = float(_save_is_running())
+            numbers["unfinished saves"] = float(unfinished_saves.is_running())
         measured = bubble.log()
         if "idle" in self.tally and measured is not None:
             numbers["idle"], numbers["elapsed"] = measured.meter.close_iteration()
@@ -401,6 +403,12 @@ class Engine:
         sums = self._sums.get(self.pipeline.batch - 2, {})
         return sums[question] > 0 if question in sums else None
 
+    def saves_are_written(self) -> bool:
+        """Whether all ranks know that no rank is writing a save any more; see :meth:`agreed`."""
+        batch = self.pipeline.batch
+        covered = self._save_watch.covers(told=batch - 2, running=batch)
+        return covered and self.agreed("unfinished saves") is False
+
     def scalars(self) -> list[tuple[str, float, int]]:
         """Return (name, value, iteration) of what is to be logged, and forget the reports."""
         found: list[tuple[str, float, int]] = []
@@ -442,23 +450,6 @@ def _minutes_trained() -> float:
     from megatron.training import training
 
     return (time.time() - float(training._TRAIN_START_TIME)) / 60.0
-
-
-def _save_is_running() -> bool:
-    """Whether this rank's part of the oldest asynchronous save is still being written."""
-    from megatron.training import async_utils
-
-    queue = async_utils._async_calls_queue
-    if queue is None or not queue.async_calls:
-        return False
-    caller = queue.async_calls[0].async_caller
-    # A persistent worker lives on, and puts the number of each save that is written into a queue.
-    # The names are Megatron's and those of nvidia-resiliency-ext.
-    written = getattr(caller, "_persistent_comp_q", None) or getattr(caller, "comp_q", None)
-    if written is not None:
-        return caller.cur_item is None and bool(written.empty())
-    process = getattr(caller, "process", None)
-    return process is not None and process.is_alive()
 
 
 def _tied_embedding(model_chunk: Any, config: Any) -> torch.nn.Parameter | None:

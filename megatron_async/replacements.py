@@ -289,7 +289,7 @@ def finalize_async_save(original: Any) -> Any:
             running is not None
             and engine.deferring()
             and polling
-            and running.agreed("unfinished saves") is not False
+            and not running.saves_are_written()
         ):
             return None
         if running is None:

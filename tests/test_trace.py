@@ -140,6 +140,9 @@ def test_no_rank_waits_for_another_stage(tmp_path: Path, flags: dict[str, Any]) 
     calls = {event["call"] for events in traced for event in events}
     # The trace sees the pipeline's P2P and the update's exchange, or it would prove nothing.
     assert {"send", "recv", "reduce", "broadcast"} <= calls
+    if "use_distributed_optimizer" in flags:
+        assert any("reduce_scatter" in call for call in calls)
+        assert any("all_gather" in call or "allgather" in call for call in calls)
     assert not offences(traced)
 
 

@@ -9,6 +9,7 @@ TRACE_COLLECTIVE_IN_STEP set, every update waits for all ranks, to see that it i
 import functools
 import json
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -17,26 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
-P2P = ("send", "recv", "recv_anysource")
+# By their names, which change from one version of torch to the next.
+COMMUNICATION = re.compile(r"gather|scatter|reduce|all_?to_?all|barrier|broadcast|send|recv")
 
 events: list[dict[str, Any]] = []
 works: list[tuple[Any, int]] = []  # keeps them alive, so that identities stay unique
@@ -114,8 +97,9 @@ def add_collective_to_step() -> None:
 def main() -> None:
     if os.environ.get("TRACE_COLLECTIVE_IN_STEP"):
         add_collective_to_step()
-    for name in (*COLLECTIVES, *P2P):
-        trace_call(name)
+    for name in dir(dist.ProcessGroup):
+        if COMMUNICATION.search(name) and not name.startswith("__"):
+            trace_call(name)
     trace_waits()
     from megatron_async.__main__ import main as launch
 

@@ -5,6 +5,7 @@ all_gather_into_tensor, their coalesced forms and ``async_op=True`` work as they
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,35 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return new_group
+
+
+def _process_group_gloo(original: Any) -> Any:
+    class OneWorker(type):
+        """Makes the original's instances, each with one worker thread in place of two."""
+
+        def __call__(cls, store: Any, rank: int, size: int, **settings: Any) -> Any:
+            options = original._Options()
+            names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options._devices = [original.create_device(interface=name) for name in names] or [
+                original.create_default_device()
+            ]
+            options._threads = 1
+            if "timeout" in settings:
+                options._timeout = settings.pop("timeout")
+            for name, value in settings.items():
+                setattr(options, name, value)
+            return original(store, rank, size, options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(original, name)
+
+    class ProcessGroupGloo(metaclass=OneWorker):
+        pass
+
+    return ProcessGroupGloo
 
 
 class _Works:
@@ -132,6 +162,15 @@ def distributed_rows() -> list[Replacement]:
     return [
         row("init_process_group", _init_process_group, no_nccl),
         row("new_group", _new_group, no_nccl),
+        Replacement(
+            target="torch.distributed.distributed_c10d",
+            attribute="ProcessGroupGloo",
+            make=_process_group_gloo,
+            why="a group's two workers write the name of what they finished to one std::string "
+            "without a lock: coalesced gathers in flight, as --overlap-param-gather has them, "
+            "corrupt the heap (ProcessGroupGloo::runLoop, torch 2.14)",
+            versions=_VERSIONS,
+        ),
         row(
             "all_gather",
             _all_gather,
