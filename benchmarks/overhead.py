@@ -26,6 +26,7 @@ _MODES: dict[str, tuple[str, ...]] = {
     "2bw-undeferred": (*_ASYNCHRONOUS, "--no-deferred-update"),
     "2bw": _ASYNCHRONOUS,
     "2bw-corrected": (*_ASYNCHRONOUS, "--delay-correction", "error-feedback"),
+    "2bw-second-buffer": (*_ASYNCHRONOUS, "--overlap-grad-reduce", "--second-grad-buffer"),
 }
 
 
@@ -125,6 +126,7 @@ def _expected(name: str, args: argparse.Namespace) -> int:
             bf16=args.bf16,
             asynchronous=name != "synchronous",
             deferred_update=name != "2bw-undeferred",
+            second_grad_buffer=name == "2bw-second-buffer",
             correction_buffers=int(name == "2bw-corrected"),
         ),
         stage=0,

@@ -3,7 +3,8 @@
 Each reduction of gradients and each gather of parameters arrives later by an injected delay, as
 over a slow network; the stages sleep instead of computing (see paced.py). A mode's exposed time is
 what an iteration takes longer with the delay than without it. A synchronous iteration without
-overlap exposes all of it, a perfect overlap none.
+overlap exposes all of it, a perfect overlap none. A stage's gradients are ready at the end of its
+last backward, not before: the worst that a bucket's reduction can meet.
 """
 
 import argparse
@@ -116,6 +117,7 @@ def _run(mode: Mode, delay_ms: float, args: argparse.Namespace) -> Measurement:
         settings={
             "forward_seconds": args.forward_ms / 1e3,
             "backward_seconds": args.backward_ms / 1e3,
+            "gradients_last": True,
             "optimizer_seconds": args.optimizer_ms / 1e3,
             "reduce_delay_seconds": delay_ms / 1e3,
         },

@@ -104,7 +104,3 @@ class GradientBuffers:
         """
         for group in self._groups:
             group.grad_reduce_finished = False
-
-    def bytes(self) -> int:
-        """Return the size of the second buffer."""
-        return sum(data.numel() * data.element_size() for data in self._flat[1])

@@ -2,9 +2,10 @@
 
 Run by torchrun in place of ``-m megatron_async``. JITTER_MS is the mean delay of a forward or
 backward; 0 delays nothing. Stage 1 is delayed twice as long, and stage 2 stops for a second in
-iterations 5 and 20.
+iterations 5 and 20. At its end each rank says how often and how long it was delayed.
 """
 
+import atexit
 import os
 import random
 import sys
@@ -19,6 +20,12 @@ def delay_stages(mean: float) -> None:
 
     draw = random.Random(1000 + int(os.environ["RANK"]))
     paused: set[int] = set()
+    delays: list[float] = []
+    atexit.register(lambda: print(f"delayed {len(delays)} times, {sum(delays):.2f} s", flush=True))
+
+    def sleep(seconds: float) -> None:
+        delays.append(seconds)
+        time.sleep(seconds)
 
     def late(original: Any) -> Any:
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -26,8 +33,8 @@ def delay_stages(mean: float) -> None:
             iteration = get_args().curr_iteration
             if stage == 2 and iteration in (5, 20) and iteration not in paused:
                 paused.add(iteration)
-                time.sleep(1.0)
-            time.sleep(draw.expovariate(1.0 / mean) * (2 if stage == 1 else 1))
+                sleep(1.0)
+            sleep(draw.expovariate(1.0 / mean) * (2 if stage == 1 else 1))
             return original(*args, **kwargs)
 
         return step

@@ -53,16 +53,19 @@ _FLAGS: Mapping[str, Value] = {
     "distributed_timeout_minutes": 2,
 }
 
+_MOE: Mapping[str, Value] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "disable_bias_linear": True,
+}
+
 MODELS: Mapping[str, Mapping[str, Value]] = {
     "tied": {},
     "untied": {"untie_embeddings_and_output_weights": True},
-    "moe": {
-        "num_experts": 4,
-        "moe_router_topk": 2,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.1,
-        "disable_bias_linear": True,
-    },
+    "moe": _MOE,
+    "moe-untied": {**_MOE, "untie_embeddings_and_output_weights": True},
 }
 """Models that a job can train, each with a checkpoint of its own."""
 

@@ -39,6 +39,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {
             "sequence_parallel": True,
         },
     ),
+    "pp2-tp2-sp-distopt": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+        },
+    ),
 }
 MUON: dict[str, Value] = {
     "optimizer": "muon",
@@ -154,6 +163,7 @@ CASES = [
             "tp2": "dU",
             "tp2-sp": "DU",
             "pp2-tp2-sp": "DU",
+            "pp2-tp2-sp-distopt": "DU",
         },
     ),
     *_cases(
@@ -169,6 +179,7 @@ CASES = [
             "tp2": "DU",
             "tp2-sp": "DU",
             "pp2-tp2-sp": "DU",
+            "pp2-tp2-sp-distopt": "DU",
         },
         model="untied",
     ),
@@ -177,7 +188,7 @@ CASES = [
         {
             "pp1": "U",
             "pp2": "dU",
-            "pp4": "d",
+            "pp4": "dU",
             "dp2": "dU",
             "pp2-dp2": "DU",
             "tp2": "DU",
@@ -185,11 +196,16 @@ CASES = [
         },
         **MUON,
     ),
-    *_cases("muon-untied", {"pp1": "U", "pp2": "DU", "pp2-dp2": "DU"}, model="untied", **MUON),
+    *_cases(
+        "muon-untied",
+        {"pp1": "U", "pp2": "DU", "pp4": "DU", "pp2-dp2": "DU", "pp2-tp2-sp": "DU"},
+        model="untied",
+        **MUON,
+    ),
     *_cases("per-token", {"pp1": "U", "pp2": "dU", "pp2-dp2-distopt": "Du"}, **PER_TOKEN),
     *_cases("per-token-tp", {"pp2-tp2-sp": "DU"}, **PER_TOKEN),
-    *_cases("corrected-adam", {"pp1": "U", "pp2": "d", "pp2-dp2-distopt": "d"}, **CORRECTED),
-    *_cases("corrected-muon", {"pp1": "U", "pp2": "D"}, **MUON, **CORRECTED),
+    *_cases("corrected-adam", {"pp1": "U", "pp2": "dU", "pp2-dp2-distopt": "dU"}, **CORRECTED),
+    *_cases("corrected-muon", {"pp1": "U", "pp2": "DU"}, **MUON, **CORRECTED),
     *(
         case
         for name, flags in CORRECTIONS.items()
@@ -202,15 +218,20 @@ CASES = [
     *_cases(
         "muon-bf16", {"pp2": "D", "pp2-dp2-distopt": "dU", "dp2": "D"}, **BF16, **MUON, bf16=True
     ),
-    Case(
-        "layer-wise",
-        _job("pp2-dp2-distopt", **MUON, bf16=True),
-        _job("pp2-dp2-distopt", **MUON, bf16=True, **UNDEFERRED),
-        rtol=1e-5,
-        norm_rtol=5e-5,
-        slow=True,
+    *(
+        Case(
+            "-".join(["layer-wise", model, name]),
+            _job("pp2-dp2-distopt", model=model, **MUON, bf16=True, **flags),
+            _job("pp2-dp2-distopt", model=model, **MUON, bf16=True, **UNDEFERRED),
+            rtol=1e-5,
+            norm_rtol=5e-5,
+            slow=True,
+        )
+        for model in ("tied", "untied")
+        for name, flags in (("plain", {}), ("overlapped", OVERLAPPED))
     ),
     *_cases("moe", {"pp1": "U", "pp2": "DU"}, model="moe", slow=True),
+    *_cases("moe-untied", {"pp1": "U", "pp2": "DU", "pp4": "DU"}, model="moe-untied", slow=True),
     *(
         Case(case.name.replace("moe", "moe-experts"), case.job, _job("pp1", model="moe"), slow=True)
         for case in _cases("moe", {"dp2": "DU", "pp2-dp2-distopt": "DU"}, model="moe", **EXPERTS)
@@ -220,13 +241,19 @@ CASES = [
     *_cases("soap", {"pp2": "D"}, optimizer="soap"),
     *_cases("zeros", {"pp2-dp2-distopt": "D", "pp2": "U"}, log_num_zeros_in_grad=True),
     # More microbatches than stages, and the fewest there can be: one less than stages.
-    *_cases("eight-microbatches", {"pp4": "d"}, micro_batch_size=1),
-    *_cases("three-microbatches", {"pp4": "d"}, global_batch_size=6),
+    *_cases("eight-microbatches", {"pp4": "dU"}, micro_batch_size=1),
+    *_cases("three-microbatches", {"pp4": "dU"}, global_batch_size=6),
     # What changes nothing.
     Case("uneven", _job("pp2", **UNEVEN), LIKE_ADAM),
     Case("recomputed", _job("pp2", **RECOMPUTED), LIKE_ADAM),
     Case("overlapped", _job("pp2-dp2-distopt", **OVERLAPPED), LIKE_ADAM),
     Case("overlapped-undeferred", _job("dp2-distopt", **{**OVERLAPPED, **UNDEFERRED}), LIKE_ADAM),
+    Case(
+        "overlapped-pp2-undeferred",
+        _job("pp2-dp2-distopt", **{**OVERLAPPED, **UNDEFERRED}),
+        LIKE_ADAM,
+        slow=True,
+    ),
     Case("overlapped-dp2", _job("dp2-distopt", **OVERLAPPED), LIKE_ADAM, slow=True),
     Case("second-buffer", _job("pp2-dp2-distopt", **SECOND_BUFFER), LIKE_ADAM, slow=True),
     Case("second-buffer-dp2", _job("dp2-distopt", **SECOND_BUFFER), LIKE_ADAM),
@@ -384,6 +411,27 @@ def test_asynchronous_from_some_iteration_on(results: Results, case: LateCase) -
     # The first two asynchronous batches are both on the weights that the synchronous ones made.
     assert like.losses[: START + 1] == synchronous.losses[: START + 1]
     assert like.losses[START + 1 :] != synchronous.losses[START + 1 :]
+
+
+@dataclasses.dataclass(frozen=True)
+class SingleIteration:
+    layout: str
+
+    @property
+    def jobs(self) -> tuple[Job, Job]:
+        flags = {"train_iters": 1, "lr_warmup_iters": 0}
+        return _job(self.layout, **SECOND_BUFFER, **flags), _job(self.layout, **flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(SingleIteration(name), id=name) for name in ("dp2-distopt", "pp2-dp2-distopt")],
+)
+def test_the_only_batch_of_a_run_is_reduced_once(results: Results, case: SingleIteration) -> None:
+    found, plain = (results[each] for each in case.jobs)
+    assert list(plain.norms) == [0]
+    _check_close("norms", found.norms, plain.norms, 5e-6)
 
 
 def test_training_loop_is_told_of_the_last_completed_update(results: Results) -> None:

@@ -1,13 +1,14 @@
 """Stages that are late by chance neither deadlock nor change a digit."""
 
+import re
 from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY, gpt_args, run_torchrun
+from tests.harness import REPOSITORY, RankLog, RunResult, gpt_args, run_torchrun
 
 
-def losses(ranks: int, jitter_ms: float, **flags: Any) -> list[tuple[int, str]]:
+def run(ranks: int, jitter_ms: float, **flags: Any) -> RunResult:
     argv = gpt_args(
         pipeline_model_parallel_size=4,
         pipeline_schedule="pipedream-2bw",
@@ -21,7 +22,13 @@ def losses(ranks: int, jitter_ms: float, **flags: Any) -> list[tuple[int, str]]:
     )
     runner = (str(REPOSITORY / "tests" / "jitter_runner.py"), "--cpu")
     env = {"JITTER_MS": str(jitter_ms)}
-    return run_torchrun(ranks, argv, launcher=runner, env=env, timeout=540).losses
+    return run_torchrun(ranks, argv, launcher=runner, env=env, timeout=540)
+
+
+def delays(rank: RankLog) -> tuple[int, float]:
+    """How often a rank was delayed, and how many seconds in all."""
+    found = re.search(r"^delayed (\d+) times, ([\d.]+) s$", rank.stdout, re.MULTILINE)
+    return (int(found[1]), float(found[2])) if found else (0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,14 @@ def losses(ranks: int, jitter_ms: float, **flags: Any) -> list[tuple[int, str]]:
     ],
 )
 def test_late_stages_change_nothing(ranks: int, flags: dict[str, Any]) -> None:
-    calm = losses(ranks, 0, **flags)
-    assert len(calm) == flags["train_iters"]
-    assert losses(ranks, 4, **flags) == calm
+    calm, late = run(ranks, 0, **flags), run(ranks, 4, **flags)
+    assert len(calm.losses) == flags["train_iters"]
+    assert late.losses == calm.losses
+    assert all(delays(rank) == (0, 0.0) for rank in calm.ranks)
+    of_a_stage = ranks // 4
+    microbatches = flags["global_batch_size"] // of_a_stage
+    for rank, log in enumerate(late.ranks):
+        pauses = 2 if rank // of_a_stage == 2 else 0
+        times, seconds = delays(log)
+        assert times == 2 * flags["train_iters"] * microbatches + pauses
+        assert seconds > pauses

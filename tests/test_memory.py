@@ -32,13 +32,15 @@ SCALARS = 16  # bytes of numbers that are on their way to the log when tensors a
 def test_what_is_added_is_to_the_byte_what_arithmetic_says(
     precision: tuple[str, ...], bytes_of_a_weight: int, tmp_path: Path
 ) -> None:
-    """A version of the weights, the gradients' copy in fp32, and the correction's fp32 buffer."""
+    """A version of the weights, the gradients' copy or second buffer in fp32, and the correction's
+    fp32 buffer."""
     table = tmp_path / "overhead.csv"
     command = [
         *(sys.executable, str(REPOSITORY / "benchmarks" / "overhead.py"), *precision),
         *("--layers", str(LAYERS), "--hidden-size", str(HIDDEN), "--seq-length", str(SEQUENCE)),
         *("--vocab-size", str(VOCABULARY), "--microbatches", "2"),
         *("--iterations", "1", "--repeats", "1", "--csv", str(table)),
+        *("--modes", "2bw", "2bw-corrected", "2bw-second-buffer"),
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -46,4 +48,5 @@ def test_what_is_added_is_to_the_byte_what_arithmetic_says(
         added = {row["mode"]: int(row["added_bytes"]) for row in csv.DictReader(file)}
     uncorrected = PARAMETERS * (bytes_of_a_weight + 4) + NUMBER_OF_TOKENS
     assert 0 <= added["2bw"] - uncorrected <= SCALARS
+    assert 0 <= added["2bw-second-buffer"] - uncorrected <= SCALARS
     assert 0 <= added["2bw-corrected"] - (uncorrected + 4 * PARAMETERS) <= SCALARS

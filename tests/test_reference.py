@@ -138,6 +138,7 @@ def references(
             "strength": setting.strength,
             "momentum": setting.momentum,
             "adaptive": setting.adaptive,
+            "clipped_stages": 1,
         }
         for setting in (*SETTINGS, *OTHER_CORRECTIONS, *OTHERS)
     ]

@@ -27,6 +27,8 @@ class Settings:
     forward_seconds: float | None = None
     """Sleep so that each microbatch's forward through the whole stage takes this long."""
     backward_seconds: float | None = None
+    gradients_last: bool = False
+    """Sleep ahead of a backward's computation, so that its gradients are ready at its end."""
     optimizer_seconds: float | None = None
     chunks: int = 1
     """Model chunks per stage; each takes its share of the times."""
@@ -91,17 +93,29 @@ def main() -> None:
         path.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
 
 
-def _paced(original: Callable[..., Any], seconds: float | None, times: list[float]) -> Any:
-    """The function, timed, and made to take at least some seconds."""
+def _paced(
+    original: Callable[..., Any],
+    seconds: float | None,
+    times: list[float],
+    *,
+    sleep_first: bool = False,
+) -> Any:
+    """The function, timed, and made to take at least some seconds.
+
+    Args:
+        sleep_first: sleep ahead of it as long as the last call left, and only the rest behind it.
+    """
 
     @functools.wraps(original)
     def timed(*args: Any, **kwargs: Any) -> Any:
+        end = None if seconds is None else time.monotonic() + seconds
+        if seconds is not None and sleep_first and times:
+            time.sleep(max(seconds - times[-1], 0.0))
         start = time.monotonic()
         result = original(*args, **kwargs)
-        took = time.monotonic() - start
-        times.append(took)
-        if seconds is not None and took < seconds:
-            time.sleep(seconds - took)
+        times.append(time.monotonic() - start)
+        if end is not None:
+            time.sleep(max(end - time.monotonic(), 0.0))
         return result
 
     return timed
@@ -117,7 +131,12 @@ def _pace(settings: Settings, record: Record) -> None:
 
     forward, backward = share(settings.forward_seconds), share(settings.backward_seconds)
     schedules.forward_step = _paced(schedules.forward_step, forward, record.forward)
-    schedules.backward_step = _paced(schedules.backward_step, backward, record.backward)
+    schedules.backward_step = _paced(
+        schedules.backward_step,
+        backward,
+        record.backward,
+        sleep_first=settings.gradients_last,
+    )
 
     outermost = _Outermost(settings.optimizer_seconds, record.optimizer)
     for kind in (

@@ -22,8 +22,9 @@ taken on, x, are others:
 
 RUNS.json is a list of objects: ``start`` (file with ``initial``: name -> tensor), ``out`` (file for
 a list of such, W(1), W(2), ...), ``optimizer`` ("sgd" or "adamw"), ``lr``, ``weight_decay``,
-``correction`` (null for none), ``strength``, ``momentum``, ``adaptive`` and ``delay`` (1, or 0 for
-W(k) in the place of W(k-1)).
+``correction`` (null for none), ``strength``, ``momentum``, ``adaptive``, ``delay`` (1, or 0 for
+W(k) in the place of W(k-1)) and ``clipped_stages`` (gradients are clipped by the norms of so many
+parts of the model, each by its own; 1 for the norm of all).
 """
 
 import argparse
@@ -90,6 +91,27 @@ def _gradient(
         loss = (losses * data["loss_mask"]).sum() / data["loss_mask"].sum()
         (loss / len(batch)).backward()
     return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+
+
+def _stage(name: str, stages: int, layers: int) -> int:
+    """The stage of an even pipeline that holds a parameter."""
+    parts = name.split(".")
+    if parts[0] == "embedding":
+        return 0
+    if parts[:2] == ["decoder", "layers"]:
+        return int(parts[2]) // (layers // stages)
+    return stages - 1
+
+
+def _clipped(gradient: Weights, stages: int, args: Any) -> Weights:
+    if args.clip_grad == 0:
+        return gradient
+    stage_of = {name: _stage(name, stages, args.num_layers) for name in gradient}
+    squares = [0.0] * stages
+    for name, g in gradient.items():
+        squares[stage_of[name]] += float(g.double().square().sum())
+    scales = [min(1.0, args.clip_grad / (square**0.5 + 1e-6)) for square in squares]
+    return {name: g * scales[stage_of[name]] for name, g in gradient.items()}
 
 
 def _optimizer(run: dict[str, Any], weights: Weights, args: Any) -> torch.optim.Optimizer:
@@ -192,10 +214,7 @@ def _train(run: dict[str, Any], model: torch.nn.Module, batches: Any, args: Any)
     correction = _CORRECTIONS[run["correction"]](run, start)
     for k, batch in enumerate(batches):
         gradient = _gradient(model, versions[max(k - run["delay"], 0)], batch)
-        norm = torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt()
-        if args.clip_grad > 0:
-            scale = min(1.0, args.clip_grad / (float(norm) + 1e-6))
-            gradient = {name: g * scale for name, g in gradient.items()}
+        gradient = _clipped(gradient, run["clipped_stages"], args)
         gradient = correction.gradient(gradient, versions)
         for name, weight in weights.items():
             weight.copy_(versions[k][name])

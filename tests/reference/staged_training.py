@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from delayed_training import Weights, _add_arguments, _batches, _gradient, _optimizer
+from delayed_training import (
+    Weights,
+    _add_arguments,
+    _batches,
+    _clipped,
+    _gradient,
+    _optimizer,
+    _stage,
+)
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -28,15 +36,6 @@ from megatron.training.arguments import parse_and_validate_args
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-
-
-def _stage(name: str, stages: int, layers: int) -> int:
-    parts = name.split(".")
-    if parts[0] == "embedding":
-        return 0
-    if parts[:2] == ["decoder", "layers"]:
-        return int(parts[2]) // (layers // stages)
-    return stages - 1
 
 
 def _staged_gradient(
@@ -59,10 +58,9 @@ def _train(run: dict[str, Any], model: torch.nn.Module, batches: Any, args: Any)
     versions = [start]
     for k, batch in enumerate(batches):
         gradient = _staged_gradient(model, versions, k, batch, run["stages"], args.num_layers)
-        norm = torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt()
-        scale = min(1.0, args.clip_grad / (float(norm) + 1e-6))
+        gradient = _clipped(gradient, 1, args)
         for name, weight in weights.items():
-            weight.grad = gradient[name] * scale
+            weight.grad = gradient[name]
         optimizer.step()
         versions.append({name: weight.detach().clone() for name, weight in weights.items()})
     return versions[1:]
