@@ -110,6 +110,7 @@ def indexed_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix
 
 
+@pytest.mark.slow
 def test_resumes_exactly_in_torch_format_with_dropout_on_indexed_data(
     tmp_path: Path, indexed_data: Path
 ) -> None:
@@ -158,6 +159,7 @@ def test_resumes_exactly_in_torch_dist_format_with_dropout_in_bf16(tmp_path: Pat
     assert_exact(whole, rest)
 
 
+@pytest.mark.slow
 def test_dist_muon_agrees_with_muon_on_one_rank_in_bf16() -> None:
     argv = {**NO_DROPOUT, "bf16": True, "train_iters": 3}
     muon = run_torchrun(1, gpt_args(**argv, optimizer="muon"))

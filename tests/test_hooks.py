@@ -43,7 +43,13 @@ def _synchronous(launcher: str, *flags: str) -> RunResult:
     return run_torchrun(2, [*argv, *flags], launcher=launcher)
 
 
-@pytest.mark.parametrize("flags", [(), ("--pipeline-schedule", "default")], ids=["none", "default"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="none"),
+        pytest.param(("--pipeline-schedule", "default"), id="default", marks=pytest.mark.slow),
+    ],
+)
 def test_synchronous_training_is_megatrons_own(flags: tuple[str, ...]) -> None:
     """With --cpu alone, and with hooks that have nothing to do: the same in every digit."""
     found, wanted = _synchronous("plugin", *flags), _synchronous("plain")

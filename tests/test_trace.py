@@ -165,6 +165,7 @@ def test_a_collective_in_the_optimizers_step_is_caught(tmp_path: Path) -> None:
         assert any(line.startswith(f"rank {rank}, ") and "._step" in line for line in found)
 
 
+@pytest.mark.slow
 def test_the_undeferred_update_is_caught(tmp_path: Path) -> None:
     traced = trace(tmp_path, no_deferred_update=True)
     functions = "".join(offences(traced))
