@@ -223,12 +223,12 @@ CASES = [
             "-".join(["layer-wise", model, name]),
             _job("pp2-dp2-distopt", model=model, **MUON, bf16=True, **flags),
             _job("pp2-dp2-distopt", model=model, **MUON, bf16=True, **UNDEFERRED),
-            rtol=1e-5,
-            norm_rtol=5e-5,
+            rtol=5e-5,
+            norm_rtol=5e-4,
             slow=True,
         )
         for model in ("tied", "untied")
-        for name, flags in (("plain", {}), ("overlapped", OVERLAPPED))
+        for name, flags in (("plain", {}), ("overlapped", {"overlap_grad_reduce": True}))
     ),
     *_cases("moe", {"pp1": "U", "pp2": "DU"}, model="moe", slow=True),
     *_cases("moe-untied", {"pp1": "U", "pp2": "DU", "pp4": "DU"}, model="moe-untied", slow=True),

@@ -260,10 +260,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "nccl_ub": (["--use-nccl-ub"], {}),
     "overlap_param_gather": (
         ["--overlap-param-gather"],
-        {
-            "use_layer_wise_distributed_optimizer": True,
-            "use_layer_wise_param_layout": False,
-        },
+        {"use_layer_wise_distributed_optimizer": True},
     ),
     "second_grad_buffer_microbatches": (
         ["--second-grad-buffer", "--overlap-grad-reduce", "--global-batch-size", "3"],

@@ -353,15 +353,16 @@ _WEIGHTS = (
         "the second version of the weights is not in memory that NCCL knows",
         dest="nccl_ub",
     ),
+    # megatron/training/models/dist_utils.py builds GPT models without the parameter layout that
+    # --no-use-layer-wise-param-layout speaks of, whatever that flag says.
     rule(
         "--overlap-param-gather",
-        "the layer-wise optimizer without a parameter layout of its own receives the parameters in "
-        "the gradient buffer, where the next batch's gradients are",
-        "Drop it, or drop --no-use-layer-wise-param-layout.",
+        "with the layer-wise optimizer (an optimizer other than sgd and adam, distributed) "
+        "Megatron receives the parameters in the gradient buffer, where the next batch's "
+        "gradients are",
+        "Drop it; --overlap-grad-reduce works.",
         when=lambda s: bool(
-            s.get("overlap_param_gather")
-            and s.get("use_layer_wise_distributed_optimizer")
-            and not s.get("use_layer_wise_param_layout", True)
+            s.get("overlap_param_gather") and s.get("use_layer_wise_distributed_optimizer")
         ),
     ),
     rule(
