@@ -74,7 +74,7 @@ def main() -> int:
         args.forward_ms, args.backward_ms, args.optimizer_ms = 40.0, 80.0, 10.0
         args.delay_ms = 60.0
         if args.modes == list(MODES):
-            args.modes = ["1f1b", "2bw-reduce"]
+            args.modes = ["1f1b", "2bw-overlap", "2bw-second-buffer"]
 
     runs: dict[str, list[tuple[Measurement, Measurement]]] = {name: [] for name in args.modes}
     for repeat in range(args.repeats):
