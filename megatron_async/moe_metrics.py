@@ -10,6 +10,8 @@ Source: megatron/core/transformer/moe/moe_logging.py; the names tracked are thos
 """
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ class MoEMetrics:
             *({} for _ in range(batches - 1)),
         ]
         self._evaluated: dict[str, Any] = {}
-        self._taken = torch.zeros(self.size, dtype=torch.float64)
+        self._reported: dict[str, Any] = {}
+        self._taken: torch.Tensor | None = None
         self.totals: torch.Tensor | None = None
         """Sums over all layers' owners of the last completed batch, divided by its number of
         microbatches: (metrics, layers), float64. None before the first."""
@@ -64,18 +67,24 @@ class MoEMetrics:
         )
 
     def take(self, batch: int, num_microbatches: int) -> torch.Tensor:
-        """Return a batch's metrics, summed over the ranks of this stage, and clear them.
+        """Return a batch's metrics, summed over the ranks of this stage, and clear them."""
+        self.select(batch)
+        self._taken = self._stage_sums(num_microbatches)
+        self._tracker.clear()
+        return self._taken
+
+    def _stage_sums(self, num_microbatches: int) -> torch.Tensor:
+        """Return the selected batch's metrics, summed over the ranks of this stage.
 
         The reductions are those of ``MoEMetricsTracker._sync_metrics`` but for the one over the
         stages, and in that order.
         """
-        self.select(batch)
         tracker = self._tracker
         rows = []
         for name in self.names:
             tracker.ensure_initialized(name, self._num_layers)
             entry = tracker._metrics[name]
-            values = entry.values
+            values = entry.values.clone()
             if entry.reduce_group is not None:
                 dist.all_reduce(values, group=entry.reduce_group)
             if entry.avg_group is not None:
@@ -86,17 +95,16 @@ class MoEMetrics:
                 )
                 dist.all_reduce(values, group=group, op=dist.ReduceOp.AVG)
             rows.append(values.double() / num_microbatches)
-        result = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
-        tracker.clear()
-        self._taken = result
-        return result
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
 
-    def sum_over_stages(self) -> None:
-        """Make what was taken last the totals, by a collective over the stages.
+    def sum_over_stages(self, num_microbatches: int) -> None:
+        """Make what was taken last, or else what is selected, the totals, by a collective over the
+        stages.
 
         For the first log line, when no update is complete yet: its average counts that iteration.
         """
-        sums = self._taken.clone()
+        taken = self._taken
+        sums = self._stage_sums(num_microbatches) if taken is None else taken.clone()
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         self.set_totals(sums.tolist())
 
@@ -106,15 +114,22 @@ class MoEMetrics:
             len(self.names), self._num_layers
         )
 
-    def fill(self, tracker: Any, num_microbatches: int) -> None:
-        """Put the last completed batch's sums where the tracker's report reads them.
+    @contextmanager
+    def reporting(self, num_microbatches: int) -> Iterator[None]:
+        """Let the tracker's report, which is the body, read the last completed batch's sums; what
+        the routers have added for others stays.
 
         Args:
             num_microbatches: what the report divides by.
         """
-        if self.totals is None:
-            return
-        for name, values in zip(self.names, self.totals, strict=True):
-            tracker.ensure_initialized(name, self._num_layers)
-            entry = tracker._metrics[name]
-            entry.values.copy_((values * num_microbatches).to(entry.values))
+        tracker = self._tracker
+        selected, tracker._metrics = tracker._metrics, self._reported
+        try:
+            if self.totals is not None:
+                for name, values in zip(self.names, self.totals, strict=True):
+                    tracker.ensure_initialized(name, self._num_layers)
+                    entry = tracker._metrics[name]
+                    entry.values.copy_((values * num_microbatches).to(entry.values))
+            yield
+        finally:
+            tracker._metrics = selected

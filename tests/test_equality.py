@@ -224,7 +224,7 @@ CASES = [
             _job("pp2-dp2-distopt", model=model, **MUON, bf16=True, **flags),
             _job("pp2-dp2-distopt", model=model, **MUON, bf16=True, **UNDEFERRED),
             rtol=5e-5,
-            norm_rtol=5e-4,
+            norm_rtol=2e-3,
             slow=True,
         )
         for model in ("tied", "untied")
