@@ -57,7 +57,7 @@ def main() -> int:
         default=[],
         help="everything behind it goes to the training script as it stands",
     )
-    add_common(parser, iterations=20, repeats=9)
+    add_common(parser, iterations=10, repeats=7)
     args = parser.parse_args()
     if args.quick:
         args.iterations, args.repeats = 3, 1
@@ -100,7 +100,7 @@ def _run(name: str, args: argparse.Namespace) -> Measurement:
         flags=flags,
         iterations=args.iterations,
         timeout=args.timeout,
-        settings={"synchronize": args.gpu, "count_memory": True, "pin": not args.gpu},
+        settings={"synchronize": args.gpu, "count_memory": True},
         on_cpu=not args.gpu,
     )
 
