@@ -1,12 +1,13 @@
 """The benchmarks run, and what they write is what they promise. Slow: about a minute each."""
 
 import csv
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import REPOSITORY
+from harness import REPOSITORY, read_scalars
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 
@@ -55,32 +56,35 @@ def test_paced_notices_a_misplaced_completion(tmp_path: Path) -> None:
     assert ratios["2bw"] < 1.05 < ratios["2bw-misplaced"]
 
 
-def test_the_logged_bubble_is_the_pipelines(tmp_path: Path) -> None:
+def test_the_logged_bubble_is_the_pipelines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """(p - 1) / (m + p - 1) of a synchronous iteration, next to nothing of an asynchronous one."""
-    code = f"""
-import statistics, sys
-sys.path[:0] = [{str(BENCHMARKS)!r}, {str(REPOSITORY / "tests")!r}]
-from harness import read_scalars
-from support.jobs import gpt_flags, run_job
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from support.jobs import gpt_flags, run_job
 
-for name, flags in (("sync", []), ("async", ["--pipeline-schedule", "pipedream-2bw"])):
-    folder = {str(tmp_path)!r} + "/" + name
-    flags += gpt_flags(
-        layers=4, hidden_size=32, heads=2, seq_length=32, vocab_size=128, stages=2,
-        microbatches=2, iterations=8, log_interval=1,
-    )
-    flags += ["--log-pipeline-bubble", "--tensorboard-dir", folder]
-    flags += ["--tensorboard-log-interval", "1"]
-    run_job(
-        ranks=2, flags=flags, iterations=8, timeout=300,
-        settings={{"forward_seconds": 0.1, "backward_seconds": 0.2}},
-    )
-    print(name, statistics.median(read_scalars(folder)["pipeline-bubble"].values()))
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    shares = dict(line.split() for line in run.stdout.splitlines())
-    assert float(shares["sync"]) == pytest.approx(1 / 3, abs=0.05)
-    assert float(shares["async"]) < 0.05
+    def share(*flags: str) -> float:
+        folder = tmp_path / "-".join(["scalars", *flags])
+        model = gpt_flags(
+            layers=4,
+            hidden_size=32,
+            heads=2,
+            seq_length=32,
+            vocab_size=128,
+            stages=2,
+            microbatches=2,
+            iterations=8,
+            log_interval=1,
+        )
+        log = ["--log-pipeline-bubble", "--tensorboard-dir", str(folder)]
+        run_job(
+            ranks=2,
+            flags=[*model, *log, "--tensorboard-log-interval", "1", *flags],
+            iterations=8,
+            timeout=300,
+            settings={"forward_seconds": 0.1, "backward_seconds": 0.2},
+        )
+        return statistics.median(read_scalars(folder)["pipeline-bubble"].values())
+
+    assert share() == pytest.approx(1 / 3, abs=0.05)
+    assert share("--pipeline-schedule", "pipedream-2bw") < 0.05

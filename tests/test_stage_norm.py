@@ -6,25 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from harness import REPOSITORY, Value, run_torchrun
+from harness import Value, run_torchrun
 from jobs import ASYNC, Job, Results, job, job_argv, results
+from test_reference import CONSTANT, SCRIPT
 
 __all__ = ["results"]
 
 pytestmark = pytest.mark.timeout(600)
 
 STAGES = 2
-SCRIPT = REPOSITORY / "tests" / "reference" / "delayed_training.py"
 FLAGS: dict[str, Value] = {
+    **CONSTANT,
     "optimizer": "sgd",
     "lr": 0.1,
     "min_lr": 0.1,
-    "lr_decay_style": "constant",
-    "lr_warmup_iters": 0,
     "weight_decay": 0.0,
-    "start_weight_decay": None,
-    "end_weight_decay": None,
-    "weight_decay_incr_style": "constant",
     # Below the norm of each stage.
     "clip_grad": 0.3,
 }
