@@ -97,7 +97,7 @@ class MoEMetrics:
             rows.append(values.double() / num_microbatches)
         return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
 
-    def sum_over_stages(self, num_microbatches: int) -> None:
+    def _sum_over_stages(self, num_microbatches: int) -> None:
         """Make what was taken last, or else what is selected, the totals, by a collective over the
         stages.
 
@@ -122,14 +122,16 @@ class MoEMetrics:
         Args:
             num_microbatches: what the report divides by.
         """
+        if self.totals is None:  # on all ranks alike
+            self._sum_over_stages(num_microbatches)
+        assert self.totals is not None
         tracker = self._tracker
         selected, tracker._metrics = tracker._metrics, self._reported
         try:
-            if self.totals is not None:
-                for name, values in zip(self.names, self.totals, strict=True):
-                    tracker.ensure_initialized(name, self._num_layers)
-                    entry = tracker._metrics[name]
-                    entry.values.copy_((values * num_microbatches).to(entry.values))
+            for name, values in zip(self.names, self.totals, strict=True):
+                tracker.ensure_initialized(name, self._num_layers)
+                entry = tracker._metrics[name]
+                entry.values.copy_((values * num_microbatches).to(entry.values))
             yield
         finally:
             tracker._metrics = selected

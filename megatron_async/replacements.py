@@ -320,10 +320,7 @@ def report_moe_metrics(original: Any) -> Any:
         running = engine.current()
         if running is None or running.moe is None or not engine.deferring():
             return original(self, loss_scale, *args, **kwargs)
-        num_microbatches = round(1.0 / loss_scale)
-        if running.moe.totals is None:  # on all ranks alike
-            running.moe.sum_over_stages(num_microbatches)
-        with running.moe.reporting(num_microbatches):
+        with running.moe.reporting(round(1.0 / loss_scale)):
             return original(self, loss_scale, *args, **kwargs)
 
     return report
