@@ -15,7 +15,7 @@ help:
 	@echo 'make demo       train a small GPT three ways on two CPU ranks (ARGS=--quick: one minute)'
 	@echo 'make test       the test suite on CPU ranks (ARGS="tests/test_data.py -x": a part of it)'
 	@echo 'make test-slow  the tests that take minutes each'
-	@echo 'make lint       ruff, mypy and bash -n'
+	@echo 'make lint       ruff, mypy, import-linter and bash -n'
 	@echo 'make format     let ruff mend what it can'
 	@echo 'make bench      the benchmarks in their quick form'
 	@echo 'make clean      remove caches and runs/demo; make distclean also removes $(VENV)'
@@ -43,6 +43,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 	@for script in .ci/run scripts/*.sh examples/*.sh examples/*/*.sh; do \
 		if [ -e "$$script" ]; then bash -n "$$script" || exit 1; fi; done
 

@@ -16,11 +16,12 @@ import sys
 from typing import Any
 
 from support.jobs import JobError, Measurement, gpt_flags, run_job
+from support.misplaced import misplaced_schedule
 from support.options import add_common
 from support.report import Spread, print_table, progress, write_bars, write_csv
 
-from megatron_async.planning.candidates import build_lists
-from megatron_async.schedules.actions import pipedream_2bw_lists
+from megatron_async.planning.candidates import candidate
+from megatron_async.schedules.schedule import Pipeline, action_lists
 from megatron_async.schedules.simulator import Costs, simulate
 
 _ASYNCHRONOUS = ("--pipeline-schedule", "pipedream-2bw")
@@ -48,12 +49,14 @@ MODES = {
     ),
     "2bw": Mode(title="2BW, update deferred", flags=_ASYNCHRONOUS, simulated="pipedream-2bw"),
     "2bw-no-update": Mode(
-        title="2BW, no update at all", flags=_ASYNCHRONOUS, settings={"update": False}
+        title="2BW, no update at all",
+        flags=_ASYNCHRONOUS,
+        simulated="pipedream-2bw",
+        settings={"update": False},
     ),
     "2bw-misplaced": Mode(
         title="2BW, update completed after the receive (wrong)",
-        flags=_ASYNCHRONOUS,
-        settings={"complete_after_receive": True},
+        flags=("--pipeline-schedule", misplaced_schedule().name),
     ),
 }
 _DEFAULT = ["1f1b", "interleaved", "2bw-undeferred", "2bw", "2bw-no-update"]
@@ -179,16 +182,13 @@ def _simulated(name: str, args: argparse.Namespace) -> float:
         backward=args.backward_ms,
         optimizer=args.optimizer_ms if updates else 0.0,
     )
-    if mode.simulated is not None:
-        lists = build_lists(
-            mode.simulated, stages=args.stages, microbatches=args.microbatches, iterations=16
-        )
+    if mode.simulated is None:
+        pipeline = Pipeline(stages=args.stages)
+        lists = action_lists(misplaced_schedule(), pipeline, [args.microbatches] * 16)
     else:
-        lists = pipedream_2bw_lists(
-            stages=args.stages,
-            microbatches=[args.microbatches] * 16,
-            deferred=True,
-            complete_after_receive=mode.settings.get("complete_after_receive", False),
+        planned = candidate(mode.simulated)
+        lists = planned.lists(
+            planned.pipeline(stages=args.stages), microbatches=args.microbatches, iterations=16
         )
     return simulate(lists, costs).iteration_time
 

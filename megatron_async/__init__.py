@@ -4,9 +4,9 @@
 one's own script, call :func:`install` ahead of all Megatron imports.
 """
 
-__all__ = ["__version__", "install"]
+from megatron_async.version import __version__
 
-__version__ = "0.1.0"
+__all__ = ["__version__", "install"]
 
 
 def install() -> None:

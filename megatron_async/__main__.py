@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         except ValueError as error:
             raise SystemExit(f"megatron_async: {error}") from None
         cpu_backend.install()
-    from megatron_async.startup import check_command_line, flags_in
+    from megatron_async.config.startup import check_command_line, flags_in
 
     if flags_in(argv[1:]):
         check_command_line(argv[1:])

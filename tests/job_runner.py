@@ -37,7 +37,7 @@ LIMIT = 180.0
 
 def _drop(name: str) -> Callable[[], None]:
     def drop() -> None:
-        from megatron_async.weight_versions import WeightVersions
+        from megatron_async.weights.versions import WeightVersions
 
         assert callable(getattr(WeightVersions, name))
         setattr(WeightVersions, name, lambda self, side: None)
@@ -46,7 +46,7 @@ def _drop(name: str) -> Callable[[], None]:
 
 
 def _keep_cached_shards() -> None:
-    from megatron_async.weight_versions import WeightVersions
+    from megatron_async.weights.versions import WeightVersions
 
     original = WeightVersions._repoint_flat_buffers
 
@@ -101,7 +101,7 @@ class Recorder:
     def install(self) -> None:
         from megatron.training import training
 
-        from megatron_async.engine import Engine
+        from megatron_async.runtime.updates import Updates
 
         train_step, evaluate = training.train_step, training.evaluate
         setup = training.setup_model_and_optimizer
@@ -128,14 +128,14 @@ class Recorder:
                 self._record_trajectory()
             return result
 
-        report = Engine._report
+        made = Updates._made
 
-        def recorded_report(engine: Any, update: Any) -> None:
-            report(engine, update)
+        def recorded_made(updates: Any, update: Any) -> None:
+            made(updates, update)
             self.numbers["norms"].append([update.iteration - 1, update.grad_norm])
             self.numbers["zeros"].append([update.iteration - 1, update.num_zeros])
 
-        Engine._report = recorded_report  # type: ignore[method-assign]
+        Updates._made = recorded_made  # type: ignore[method-assign]
         training.train_step = recorded_train_step
         training.evaluate = recorded_evaluate
         training.setup_model_and_optimizer = recorded_setup
@@ -274,10 +274,10 @@ def main() -> None:
         "megatron.core.datasets.helpers_cpp",
         "megatron.core.models.mimo",
         "megatron.core.tokenizers.text.text_tokenizer",
-        "megatron_async.checkpointing",
+        "megatron_async.checkpoint.session",
         "megatron_async.hooks",
         "megatron_async.scripts.pretrain_gpt",
-        "megatron_async.startup",
+        "megatron_async.config.startup",
     ):
         importlib.import_module(module)
 

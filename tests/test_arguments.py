@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from megatron_async.arguments import (
+from megatron_async.config.arguments import (
     CORRECTIONS,
     DEFAULTS,
     SCHEDULES,

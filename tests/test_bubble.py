@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async import bubble, hooks
-from megatron_async.bubble import IdleMeter, TimedRequest
+from megatron_async import hooks
+from megatron_async.runtime.counters import bubble
+from megatron_async.runtime.counters.bubble import IdleMeter, TimedRequest
 from megatron_async.cpu_backend.torch_rows import Event
 
 PAUSE = 0.05  # seconds; a sleep lasts at least so long

@@ -54,7 +54,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
 # What another version of the package would write.
 ANOTHER_FORMAT = """
-from megatron_async import checkpointing
+from megatron_async.checkpoint import session as checkpointing
 checkpointing.FORMAT = 3
 """
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 import megatron_async
-from megatron_async import cli
+from megatron_async.tools import cli
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

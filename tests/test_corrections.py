@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_delay_correction import OPTIMIZERS
 
-from megatron_async.arguments import CORRECTIONS, NO_CORRECTION
+from megatron_async.config.arguments import CORRECTIONS, NO_CORRECTION
 from megatron_async.corrections import correction_names, make_correction, register
 from megatron_async.corrections.adaptive_error_feedback import agreement
 from megatron_async.corrections.base import STATE_PREFIX, DelayCorrection, correction_of

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async import data
-from megatron_async.data import ByteTokenizer, DataError, find_inputs
+from megatron_async.tools import data
+from megatron_async.tools.data import ByteTokenizer, DataError, find_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, about libraries it lacks
 
@@ -266,7 +266,7 @@ def test_full_disk_leaves_nothing(
 def test_progress_bar_on_a_terminal_and_in_a_file() -> None:
     import io
 
-    from megatron_async.progress import ProgressBar
+    from megatron_async.tools.progress import ProgressBar
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

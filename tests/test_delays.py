@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from megatron_async.delays import optimizer_delays
-from megatron_async.weight_versions import WeightVersions
+from megatron_async.weights.versions import WeightVersions
 
 
 def _model() -> tuple[torch.nn.Linear, WeightVersions]:

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_async import demo, demo_report
-from megatron_async.demo_report import Result
-from megatron_async.job import Job, JobError
-from megatron_async.training_log import TrainingLog
+from megatron_async.tools import demo
+from megatron_async.tools import demo_report
+from megatron_async.tools.demo_report import Result
+from megatron_async.tools.job import Job, JobError
+from megatron_async.tools.training_log import TrainingLog
 
 
 def line(number: int, loss: str | None, *, ms: float = 100.0, bubble: str = "") -> str:
@@ -234,7 +235,7 @@ def test_output_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
 )
 def test_stopped_demo_leaves_no_process(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_async.cli", "demo", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "megatron_async.tools.cli", "demo", "--output", str(tmp_path)]
     with subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -257,7 +258,7 @@ def test_stopped_demo_leaves_no_process(number: signal.Signals, code: int, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
 def test_full_demo_shows_the_papers_ordering(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_async.cli", "demo", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "megatron_async.tools.cli", "demo", "--output", str(tmp_path)]
     subprocess.run(command, check=True, timeout=1800)
     rows = list(csv.DictReader((tmp_path / "losses.csv").open()))
     final = {row["run"]: float(row["validation_loss"]) for row in rows if row["validation_loss"]}

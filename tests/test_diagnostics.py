@@ -34,7 +34,7 @@ FROM_FILES: Mapping[str, Value] = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron_async import data
+    from megatron_async.tools import data
 
     made = tmp_path_factory.mktemp("diagnostics")
     text = Path(__file__).read_text().replace("\n", " ")

@@ -5,8 +5,9 @@ from importlib import metadata
 
 import pytest
 
-from megatron_async import doctor, hooks
-from megatron_async.doctor import Finding, Status
+from megatron_async import hooks
+from megatron_async.tools import doctor
+from megatron_async.tools.doctor import Finding, Status
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, about libraries it lacks
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.emulated_stages import EmulatedStages, stage_of_layer, stages_of_parameters
-from megatron_async.weight_versions import WeightVersions
+from megatron_async.weights.emulated_stages import EmulatedStages, stage_of_layer, stages_of_parameters
+from megatron_async.weights.versions import WeightVersions
 
 
 class _Model(torch.nn.Module):

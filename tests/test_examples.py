@@ -212,7 +212,7 @@ def test_script_refuses_what_it_does_not_do() -> None:
 @pytest.mark.slow
 def test_script_trains_on_files_per_split_with_full_validation(tmp_path: Path) -> None:
     """Two validation sets, each read from end to end, and the loss per token."""
-    from megatron_async.data import ByteTokenizer, Input, write_dataset
+    from megatron_async.tools.data import ByteTokenizer, Input, write_dataset
 
     source = Path(__file__)
     for name in ("train", "valid-a", "valid-b"):

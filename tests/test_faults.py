@@ -16,7 +16,7 @@ from harness import Value
 from resume_jobs import ASYNC, Outcome, Step, run_steps
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_async import data_files
+from megatron_async.hooks import datasets as data_files
 
 CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
 STAGES_2: Mapping[str, Value] = {"pipeline_model_parallel_size": 2}
@@ -113,7 +113,7 @@ def loads(name: str) -> dict[str, Value]:
 
 def write_data(folder: Path) -> Path:
     """Write a data set of 40 documents; return its prefix."""
-    from megatron_async import data
+    from megatron_async.tools import data
 
     lines = [json.dumps({"text": f"{number} " * 40}) for number in range(40)]
     (folder / "text.jsonl").write_text("\n".join(lines))
@@ -324,7 +324,7 @@ def test_files_that_megatron_cannot_open_are_named(
 )
 def test_what_is_whole_behind_a_failed_save(tmp_path: Path, tracked: str | None, end: str) -> None:
     """Of a save at iteration 6, and of one that is written in the background."""
-    from megatron_async.checkpoint_files import write_errors
+    from megatron_async.checkpoint.files import write_errors
 
     if tracked is not None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
@@ -336,7 +336,7 @@ def test_what_is_whole_behind_a_failed_save(tmp_path: Path, tracked: str | None,
 
 
 def test_where_a_checkpoint_that_is_replaced_by_the_next_one_is_saved() -> None:
-    from megatron_async.checkpoint_files import save_directory
+    from megatron_async.checkpoint.files import save_directory
 
     args = argparse.Namespace(save="/here", non_persistent_global_ckpt_dir=None)
     assert save_directory(args, non_persistent=False) == "/here"
@@ -381,7 +381,7 @@ def test_what_is_said_of_a_checkpoint_that_cannot_be_read(
     kind: type[BaseException],
     message: str,
 ) -> None:
-    from megatron_async.checkpoint_files import read_errors
+    from megatron_async.checkpoint.files import read_errors
 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     args = argparse.Namespace(exit_on_missing_checkpoint=True)
@@ -394,7 +394,7 @@ def test_what_is_said_of_a_checkpoint_that_cannot_be_read(
 
 def test_a_missing_checkpoint_may_end_a_run(tmp_path: Path) -> None:
     """With --exit-on-missing-checkpoint, and Megatron's exit code."""
-    from megatron_async.checkpoint_files import read_errors
+    from megatron_async.checkpoint.files import read_errors
 
     args = argparse.Namespace(exit_on_missing_checkpoint=True)
     with (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.flag_table import FlagRow, compare, load, main, render
-from megatron_async.validation import RULES
+from megatron_async.config.flag_table import FlagRow, compare, load, main, render
+from megatron_async.config.validation import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
 OWN = {  # flags of this package, not of Megatron
@@ -62,7 +62,7 @@ def test_a_new_and_a_removed_flag_are_noticed(
 def test_page_is_up_to_date(rows: list[FlagRow], capsys: pytest.CaptureFixture[str]) -> None:
     page = (DOCS / "flags.md").read_text()
     assert page == render(rows), (
-        "python -m megatron_async.flag_table docs/flags.csv > docs/flags.md"
+        "python -m megatron_async.config.flag_table docs/flags.csv > docs/flags.md"
     )
     main([str(DOCS / "flags.csv")])
     assert capsys.readouterr().out == page

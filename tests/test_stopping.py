@@ -199,7 +199,7 @@ def test_the_process_that_a_save_needs_outlives_the_exit_signal() -> None:
         import argparse, json, os, signal
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.training import global_vars
-        from megatron_async.checkpoint_files import keep_helper_from_exit_signal
+        from megatron_async.checkpoint.files import keep_helper_from_exit_signal
 
         def outlives():
             process = filesystem_async.get_write_results_queue()._manager._process

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from harness import REPOSITORY
 
-from megatron_async.job import problem_in
+from megatron_async.tools.job import problem_in
 from megatron_async.study import command, config, results, runner
 from megatron_async.study.cells import plan
 from megatron_async.study.config import Study
@@ -382,7 +382,7 @@ def test_fork_launcher_that_cannot_start(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def start(*argv: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-m", "megatron_async.cli", "study", *argv])
+    return subprocess.Popen([sys.executable, "-m", "megatron_async.tools.cli", "study", *argv])
 
 
 @pytest.mark.timeout(900)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.training import async_utils
 
-from megatron_async.unfinished_saves import SaveWatch, is_running
+from megatron_async.runtime.counters.saves import SaveWatch, is_running
 
 
 @pytest.fixture

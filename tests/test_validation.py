@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from harness import gpt_args, run_torchrun
 
-from megatron_async.arguments import DEFAULTS, AsyncConfig, add_arguments, set_defaults
+from megatron_async.config.arguments import DEFAULTS, AsyncConfig, add_arguments, set_defaults
 from megatron_async.optimizers import add_optimizer_arguments
-from megatron_async.validation import RULES, ArgumentError, Facts, Rule, Scope, check, enforce
-from megatron_async.validation.rule import Subject, dest_of
-from megatron_async.validation.schedule import batch_sizes
+from megatron_async.config.validation import RULES, ArgumentError, Facts, Rule, Scope, check, enforce
+from megatron_async.config.validation.rule import Subject, dest_of
+from megatron_async.config.validation.schedule import batch_sizes
 
 FACTS = Facts(megatron_version="0.19.2")
 ASYNC = ["--pipeline-schedule", "pipedream-2bw"]

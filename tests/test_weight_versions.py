@@ -9,7 +9,7 @@ import torch
 from harness import Value
 from jobs import ASYNC, Job, Results, job, results
 
-from megatron_async.weight_versions import (
+from megatron_async.weights.versions import (
     WeightVersions,
     distributed_optimizer_shards,
     inner_optimizers,

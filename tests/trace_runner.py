@@ -80,7 +80,7 @@ def add_collective_to_step() -> None:
 
     def install_and_add() -> None:
         install()
-        from megatron_async.deferred_update import DeferredUpdate
+        from megatron_async.update.deferred import DeferredUpdate
 
         original = DeferredUpdate._step
 

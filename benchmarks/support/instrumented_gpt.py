@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from misplaced import misplaced_schedule
+
+from megatron_async import schedules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,6 @@ class Settings:
     update: bool = True
     """False: batches are never applied (asynchronous schedules only), nothing crosses stages but
     activations and their gradients."""
-    complete_after_receive: bool = False
-    """Misplace the completion of the update, to see that it is noticed."""
     reduce_delay_seconds: float = 0.0
     """Each data-parallel collective arrives this much later."""
     synchronize: bool = False
@@ -80,8 +81,7 @@ def main() -> None:
     _time_step(record)
     if not settings.update:
         _leave_out_updates()
-    if settings.complete_after_receive:
-        _misplace_completion()
+    schedules.register(misplaced_schedule())
 
     from megatron_async.scripts.pretrain_gpt import main as train
 
@@ -254,32 +254,31 @@ def _tensor_bytes() -> int:
 
 
 def _leave_out_updates() -> None:
-    from megatron_async import engine
+    from megatron_async.runtime import engine
+    from megatron_async.update.deferred import UpdateReport
 
     class NoUpdate:
         """In place of a deferred update: a version that equals the last one."""
 
         def __init__(self, *, weights: Any, **_: Any) -> None:
             self.weights = weights
-            self.pending = False
+            self.pending_batch = -1
+            self.iteration = 0
 
-        def launch(self, **_: Any) -> None:
-            self.pending = True
+        @property
+        def pending(self) -> bool:
+            return self.pending_batch >= 0
 
-        def complete(self, **_: Any) -> None:
-            self.pending = False
+        def launch(self, *, batch: int, iteration: int, **_: Any) -> None:
+            self.pending_batch, self.iteration = batch, iteration
+
+        def complete(self, **_: Any) -> UpdateReport:
+            batch, self.pending_batch = self.pending_batch, -1
             with self.weights.next_version():
                 pass
+            return UpdateReport(batch=batch, iteration=self.iteration)
 
-    engine.DeferredUpdate = NoUpdate
-
-
-def _misplace_completion() -> None:
-    from megatron_async.schedules import pipedream_2bw
-
-    pipedream_2bw.pipedream_2bw_call = functools.partial(
-        pipedream_2bw.pipedream_2bw_call, complete_after_receive=True
-    )
+    engine.DeferredUpdate = NoUpdate  # type: ignore[misc, assignment]
 
 
 if __name__ == "__main__":

@@ -1,108 +1,108 @@
 """Corrections of the update for the delay of its gradient, by name.
 
-:mod:`.catalogue` says what there is and needs no torch; :mod:`.base` has the interface. Each
-correction is one file: :mod:`.error_feedback`, :mod:`.adaptive_error_feedback`,
-:mod:`.weight_prediction`, :mod:`.nesterov`, :mod:`.delay_compensation`.
+Each correction is one file with its rule (:mod:`.error_feedback`, :mod:`.adaptive_error_feedback`,
+:mod:`.weight_prediction`, :mod:`.nesterov`, :mod:`.delay_compensation`), on the interface of
+:mod:`.base`; the records here need no torch. To add one, write such a file and register a
+:class:`Correction`::
+
+    from megatron_async import corrections
+
+    corrections.register(MY_CORRECTION)
 """
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_async.corrections.catalogue import CATALOGUE
+from megatron_async.corrections.correction import (
+    ADAPTIVE_STRENGTH,
+    MOMENTUM,
+    STRENGTH,
+    Correction,
+    Settings,
+)
+from megatron_async.registry import Registry
 
-__all__ = ["correction_names", "make_correction", "register"]
+__all__ = ["CORRECTIONS", "NO_CORRECTION", "RECOMMENDED", "Correction", "register"]
 
-_CORRECTIONS: dict[str, Callable[..., Any]] = {}
+NO_CORRECTION = "none"
+"""What ``--delay-correction`` calls the lack of one."""
 
+CORRECTIONS: Registry[Correction] = Registry(
+    what="delay correction", flag="--delay-correction", none=(NO_CORRECTION,)
+)
+"""All corrections."""
 
-def register(name: str, build: Callable[..., Any]) -> None:
-    """Add a correction. ``build`` takes what :func:`make_correction` passes on.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    if name in _CORRECTIONS or name == "none":
-        raise ValueError(f"a delay correction named {name!r} exists already")
-    _CORRECTIONS[name] = build
+register = CORRECTIONS.register
 
 
-def correction_names() -> list[str]:
-    """Return the names that ``--delay-correction`` takes beside ``none``."""
-    return sorted(_CORRECTIONS)
+def _error_feedback(optimizer: Any, settings: Settings) -> Any:
+    if settings[ADAPTIVE_STRENGTH.dest]:
+        from megatron_async.corrections.adaptive_error_feedback import AdaptiveErrorFeedback
+
+        return AdaptiveErrorFeedback(optimizer, strength=settings[STRENGTH.dest])
+    from megatron_async.corrections.error_feedback import ErrorFeedback
+
+    return ErrorFeedback(optimizer, strength=settings[STRENGTH.dest])
 
 
-def make_correction(
-    name: str,
-    optimizer: Any,
-    *,
-    strength: float = 1.0,
-    momentum: float = 0.99,
-    adaptive_strength: bool = False,
-) -> Any:
-    """Build the correction of one torch optimizer; it acts once it is enabled.
+def _weight_prediction(optimizer: Any, settings: Settings) -> Any:
+    from megatron_async.corrections.weight_prediction import WeightPrediction
 
-    Args:
-        name: one of :func:`correction_names`.
-        optimizer: the innermost torch optimizer, which holds the main parameters or their shards.
-        strength: factor of the correction.
-        momentum: of ``nesterov``; the others ignore it.
-        adaptive_strength: adapt the strength to each element, where the correction can.
+    return WeightPrediction(optimizer, strength=settings[STRENGTH.dest])
 
-    Returns:
-        A :class:`~megatron_async.corrections.base.DelayCorrection`.
 
-    Raises:
-        ValueError: there is no correction of that name, or it does not have such a setting.
-        TypeError: the optimizer is not a ``torch.optim.Optimizer``.
-    """
-    if name not in _CORRECTIONS:
-        raise ValueError(
-            f"--delay-correction {name}: no such correction; there are: none, "
-            f"{', '.join(correction_names())}"
-        )
-    if adaptive_strength and not CATALOGUE[name].adapts:
-        raise ValueError(f"--delay-correction {name} has no adaptive strength")
-    return _CORRECTIONS[name](
-        optimizer, strength=strength, momentum=momentum, adaptive_strength=adaptive_strength
+def _nesterov(optimizer: Any, settings: Settings) -> Any:
+    from megatron_async.corrections.nesterov import Nesterov
+
+    return Nesterov(optimizer, momentum=settings[MOMENTUM.dest])
+
+
+def _delay_compensation(optimizer: Any, settings: Settings) -> Any:
+    from megatron_async.corrections.delay_compensation import DelayCompensation
+
+    return DelayCompensation(
+        optimizer,
+        strength=settings[STRENGTH.dest],
+        adaptive=settings[ADAPTIVE_STRENGTH.dest],
     )
 
 
-# Imported when a run begins: the names are used where torch is not.
-
-
-def _error_feedback(
-    optimizer: Any, *, strength: float, momentum: float, adaptive_strength: bool
-) -> Any:
-    if adaptive_strength:
-        from megatron_async.corrections.adaptive_error_feedback import AdaptiveErrorFeedback
-
-        return AdaptiveErrorFeedback(optimizer, strength=strength)
-    from megatron_async.corrections.error_feedback import ErrorFeedback
-
-    return ErrorFeedback(optimizer, strength=strength)
-
-
-def _weight_prediction(optimizer: Any, *, strength: float, **_: Any) -> Any:
-    from megatron_async.corrections.weight_prediction import WeightPrediction
-
-    return WeightPrediction(optimizer, strength=strength)
-
-
-def _nesterov(optimizer: Any, *, momentum: float, **_: Any) -> Any:
-    from megatron_async.corrections.nesterov import Nesterov
-
-    return Nesterov(optimizer, momentum=momentum)
-
-
-def _delay_compensation(
-    optimizer: Any, *, strength: float, momentum: float, adaptive_strength: bool
-) -> Any:
-    from megatron_async.corrections.delay_compensation import DelayCompensation
-
-    return DelayCompensation(optimizer, strength=strength, adaptive=adaptive_strength)
-
-
-register("error-feedback", _error_feedback)
-register("weight-prediction", _weight_prediction)
-register("nesterov", _nesterov)
-register("delay-compensation", _delay_compensation)
+RECOMMENDED = register(
+    Correction(
+        name="error-feedback",
+        summary="adds the difference between this update and the last one",
+        build=_error_feedback,
+        settings=(STRENGTH, ADAPTIVE_STRENGTH),
+        needs_last_update=True,
+    )
+).name
+"""The correction that messages name."""
+register(
+    Correction(
+        name="weight-prediction",
+        summary="lets the model compute on weights that are moved once more along the last update, "
+        "for each step of delay",
+        build=_weight_prediction,
+        settings=(STRENGTH,),
+        any_delay=True,
+        looks_ahead=True,
+    )
+)
+register(
+    Correction(
+        name="nesterov",
+        summary="averages the updates with a momentum and looks ahead along it",
+        build=_nesterov,
+        settings=(MOMENTUM,),
+        any_delay=True,
+        has_momentum=True,
+    )
+)
+register(
+    Correction(
+        name="delay-compensation",
+        summary="corrects the gradient to first order, with its own square for the Hessian",
+        build=_delay_compensation,
+        settings=(STRENGTH, ADAPTIVE_STRENGTH),
+        needs_last_update=True,
+    )
+)

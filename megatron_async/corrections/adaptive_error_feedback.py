@@ -75,8 +75,8 @@ class AdaptiveErrorFeedback(DelayCorrection):
         torch._foreach_sub_(updates, parameters)
         if not self.started:
             torch._foreach_copy_(ahead, updates)
-            torch._foreach_mul_(ahead, self.strength)
+            torch._foreach_mul_(ahead, self.effective_strength)
             return
         for update, a in zip(updates, ahead, strict=True):
-            agreement(update, a).mul_(update).mul_(self.strength)
+            agreement(update, a).mul_(update).mul_(self.effective_strength)
         torch._foreach_sub_(parameters, ahead)

@@ -90,9 +90,10 @@ class DelayCorrection(ABC):
         self._optimizer = optimizer
         self.strength = strength
         self.state_keys = tuple(state_keys)
-        self.delay = 1
-        """By how many updates the gradients are late."""
-        self.delays: dict[torch.Tensor, int] = {}
+        self.delay: float = 1
+        """By how many updates the gradients are late, as a mean over the microbatches of a batch.
+        May change between steps."""
+        self.delays: dict[torch.Tensor, float] = {}
         """The same for single parameters of the optimizer, where it differs."""
         self.started = False
         """Whether an update was made already; before that there is nothing to correct."""
@@ -108,7 +109,7 @@ class DelayCorrection(ABC):
         small parameters, an estimate for large. The correction is x_k - x_{k+1} - U_k, with x what
         the model computes on."""
         self._applied = strength
-        """The strength in the last update."""
+        """:attr:`effective_strength` in the last update."""
         self._new: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """Buffers that are put into the state after the step."""
         self._samples: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -140,24 +141,32 @@ class DelayCorrection(ABC):
         parameter, all others zero where they are missing."""
         return {self.state_keys[0]: parameter.detach().clone()}
 
-    def delay_of(self, parameter: torch.Tensor) -> int:
+    def delay_of(self, parameter: torch.Tensor) -> float:
         """By how many updates the gradient of one of the optimizer's parameters is late."""
         return self.delays.get(parameter, self.delay)
 
-    def enable(self, *, applied: float | None = None) -> None:
-        """Let the correction act from the next step on.
+    @property
+    def effective_strength(self) -> float:
+        """The strength of the next update: what was asked for times the delay, which is below 1
+        where a part of each batch is not delayed."""
+        return self.strength * self.delay
 
-        Args:
-            applied: the strength in the last step, if it was corrected and the buffers hold what it
-                left there; None if the next step is the first one.
-        """
+    def enable(self) -> None:
+        """Let the correction act from the next step on, which is the first one."""
         self.enabled = True
-        self.started = applied is not None
-        if applied is None:
-            drop_buffers(self._optimizer)
-            self.buffered = False
-        else:
-            self._applied = applied
+        self.started = self.buffered = False
+        drop_buffers(self._optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resume needs beside the buffers: plain data, the same on all ranks."""
+        return {"started": self.started, "applied": self._applied}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the correction go on where it was saved; the buffers are in the optimizer's state
+        already, if an update was made."""
+        self.enabled = True
+        self.started = state["started"]
+        self._applied = state["applied"]
 
     def make_buffers(self) -> None:
         """Put empty buffers into the optimizer's state, which must be initialised, to load into."""
@@ -209,7 +218,7 @@ class DelayCorrection(ABC):
             self.after(parameters)
         self.squares = self._measured(updates) if updates else None
         self._samples = {}
-        self._applied = self.strength
+        self._applied = self.effective_strength
         self.started = self.buffered = True
 
     def _measured(self, updates: dict[torch.Tensor, torch.Tensor]) -> Any:

@@ -81,7 +81,7 @@ class DelayCompensation(DelayCorrection):
             mean_square = state[MEAN_SQUARE]
             mean_square.mul_(_DECAY).add_(change, alpha=1.0 - _DECAY)
             change.div_((mean_square + _EPSILON).sqrt_())
-        change.mul_(state[UPDATE]).mul_(self.strength)
+        change.mul_(state[UPDATE]).mul_(self.effective_strength)
         if self.measure:
             self._squares.append((_square(head(change)), _square(head(gradient))))
         gradient.sub_(change)

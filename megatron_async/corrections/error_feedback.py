@@ -16,7 +16,8 @@ One buffer u for each parameter:
     p -= lambda u                    after the step (not at the first step)
 
 Decoupled weight decay then acts at the un-looked-ahead point, a difference of second order. The
-lambda that is undone is the one that was applied: a resume may change it.
+lambda that is undone is the one that was applied: a resume may change it. Where only a part of each
+batch is delayed, lambda is the strength times that part.
 
 Source: arXiv 2606.30634, the Error-Feedback correction (x_{t+1} = x_t - 2 u_{t-1} + u_{t-2} for
 lambda = 1).
@@ -53,4 +54,4 @@ class ErrorFeedback(DelayCorrection):
         updates = self.buffers(UPDATE, parameters)
         torch._foreach_sub_(updates, parameters)
         if self.started:
-            torch._foreach_sub_(parameters, updates, alpha=self.strength)
+            torch._foreach_sub_(parameters, updates, alpha=self.effective_strength)

@@ -18,7 +18,7 @@ import sys
 from packaging.specifiers import SpecifierSet
 
 from megatron_async.cpu_backend.flags import cpu_argv
-from megatron_async.cpu_backend.table import Replacement, apply
+from megatron_async.megatron.replaced import Replacement, apply
 
 __all__ = [
     "Replacement",

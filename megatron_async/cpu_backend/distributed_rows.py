@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_async.cpu_backend.table import Replacement
+from megatron_async.megatron.replaced import Replacement
 
 __all__ = ["distributed_rows"]
 

@@ -9,11 +9,12 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._pytree import tree_map_only
 
-from megatron_async.cpu_backend.table import Replacement
+from megatron_async.megatron import releases
+from megatron_async.megatron.replaced import Replacement
 
 __all__ = ["MEGATRON_VERSIONS", "FusedAdam", "megatron_rows"]
 
-MEGATRON_VERSIONS = ">=0.19,<0.20"
+MEGATRON_VERSIONS = releases.VERSIONS
 
 
 class FusedAdam(torch.optim.Optimizer):

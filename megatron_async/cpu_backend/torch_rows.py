@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 import torch.utils.data
 
-from megatron_async.cpu_backend.table import Replacement, constant
+from megatron_async.megatron.replaced import Replacement, constant
 
 __all__ = ["Event", "Stream", "torch_rows"]
 

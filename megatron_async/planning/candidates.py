@@ -1,54 +1,98 @@
-"""The schedules that can be planned, by name, and their action lists."""
+"""The schedules that can be planned and drawn: each registered one, and those that defer their
+updates once more without that."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from megatron_async.schedules import delay_of
-from megatron_async.schedules.actions import Action, pipedream_2bw_lists, synchronous_lists
-from megatron_async.schedules.pipedream_actions import pipedream_lists
+from megatron_async.schedules import SCHEDULES, Schedule
+from megatron_async.schedules.actions import Action
+from megatron_async.schedules.schedule import Pipeline, action_lists, settled_calls
 
-__all__ = ["TITLES", "build_lists", "delays_of", "iterations_to_settle"]
-
-TITLES = {
-    "1f1b": "Megatron's 1F1B",
-    "interleaved": "Megatron's interleaved 1F1B",
-    "pipedream-2bw-undeferred": "PipeDream-2BW, update at the end of the iteration",
-    "pipedream-2bw": "PipeDream-2BW, deferred update",
-    "pipedream": "PipeDream, weight stashing",
-}
-"""Name on the command line: name in words."""
+__all__ = ["Candidate", "candidate", "candidates"]
 
 
-def build_lists(
-    name: str, *, stages: int, microbatches: int, iterations: int, chunks: int = 2
-) -> Sequence[Sequence[Action]]:
-    """Return all stages' action lists over some iterations, from the filling of the pipeline to its
-    draining.
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One of them.
+
+    Attributes:
+        name: on the command line.
+        title: in tables and pictures.
+        schedule: the schedule.
+        deferred: whether its updates are deferred.
+    """
+
+    name: str
+    title: str
+    schedule: Schedule
+    deferred: bool
+
+    def pipeline(
+        self,
+        *,
+        stages: int,
+        chunks: int = 2,
+        gather_ahead: bool = False,
+        reduce_late: bool = False,
+    ) -> Pipeline:
+        """Return what its lists are made for; what the schedule does not have is left out."""
+        return Pipeline(
+            stages=stages,
+            deferred=self.deferred,
+            gather_ahead=gather_ahead,
+            reduce_late=reduce_late and self.deferred,
+            chunks=chunks if self.schedule.interleaved else 1,
+        )
+
+    def lists(
+        self, pipeline: Pipeline, *, microbatches: int, iterations: int | None = None
+    ) -> list[list[Action]]:
+        """Return all stages' action lists, from the filling of the pipeline to its draining.
+
+        Args:
+            pipeline: see :meth:`pipeline`.
+            microbatches: of each batch.
+            iterations: how many; by default as many as have a steady state amid them.
+
+        Raises:
+            ValueError: it cannot run with these numbers; the message says why.
+        """
+        if iterations is None:
+            iterations = settled_calls(self.schedule, pipeline, microbatches)
+        return action_lists(self.schedule, pipeline, [microbatches] * iterations)
+
+
+def candidates() -> list[Candidate]:
+    """Return all of them, in the order of registration."""
+    found: list[Candidate] = []
+    for schedule in SCHEDULES:
+        if schedule.deferrable:
+            found.append(
+                Candidate(
+                    name=f"{schedule.name}-undeferred",
+                    title=f"{schedule.title}, update at the end of the iteration",
+                    schedule=schedule,
+                    deferred=False,
+                )
+            )
+        title = f"{schedule.title}, deferred update" if schedule.deferrable else schedule.title
+        found.append(
+            Candidate(
+                name=schedule.name,
+                title=title,
+                schedule=schedule,
+                deferred=schedule.deferrable,
+            )
+        )
+    return found
+
+
+def candidate(name: str) -> Candidate:
+    """Return one by name.
 
     Raises:
-        ValueError: no such schedule, or it cannot run with these numbers; the message says why.
+        ValueError: there is none of that name.
     """
-    counts = [microbatches] * iterations
-    match name:
-        case "1f1b":
-            return synchronous_lists(stages=stages, microbatches=counts)
-        case "interleaved":
-            return synchronous_lists(stages=stages, microbatches=counts, chunks=chunks)
-        case "pipedream-2bw" | "pipedream-2bw-undeferred":
-            deferred = name == "pipedream-2bw"
-            return pipedream_2bw_lists(stages=stages, microbatches=counts, deferred=deferred)
-        case "pipedream":
-            return pipedream_lists(stages=stages, microbatches=microbatches, batches=iterations)
-    raise ValueError(f"no schedule is named {name!r}; there are: {', '.join(TITLES)}")
-
-
-def delays_of(name: str, *, stages: int) -> list[int]:
-    """By how many updates each stage's gradients are stale."""
-    if not name.startswith("pipedream"):
-        return [0] * stages
-    schedule = name.removesuffix("-undeferred")
-    return [delay_of(schedule, stages=stages, stage=stage) for stage in range(stages)]
-
-
-def iterations_to_settle(name: str, *, stages: int) -> int:
-    """How many iterations have a steady state amid them, for any number of stages."""
-    return 16 + (stages if name == "pipedream" else 0)
+    known = {each.name: each for each in candidates()}
+    if name not in known:
+        raise ValueError(f"no schedule is named {name!r}; there are: {', '.join(known)}")
+    return known[name]

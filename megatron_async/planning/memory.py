@@ -9,8 +9,8 @@ megatron/training/theoretical_memory_usage.py uses too; they are an estimate.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
 
+from megatron_async.optimizers import OPTIMIZERS
 from megatron_async.schedules.actions import Action, Kind
 
 __all__ = [
@@ -154,8 +154,8 @@ class Storage:
 
     bf16: bool = True
     """bf16 weights with fp32 main parameters; else fp32 throughout."""
-    optimizer: Literal["adam", "muon", "lion", "sgd"] = "adam"
-    """`muon` keeps Adam's state for everything that is not a layer's matrix."""
+    optimizer: str = "adam"
+    """Name of one whose state is known, see :class:`~megatron_async.optimizers.Optimizer`."""
     distributed_optimizer: bool = False
     """Main parameters, optimizer state, gradient copy and correction are sharded over the
     data-parallel ranks."""
@@ -200,10 +200,6 @@ class StageMemory:
         return self.second_version + self.gradient_copy + self.correction + self.second_grad_buffer
 
 
-_STATE_BYTES = {"adam": (8, 8), "muon": (4, 8), "lion": (4, 4), "sgd": (4, 4)}
-"""fp32 optimizer state, bytes per parameter: (layers' matrices, everything else)."""
-
-
 def stage_memory(
     shape: ModelShape,
     layout: Layout,
@@ -218,10 +214,16 @@ def stage_memory(
     Args:
         in_flight: Microbatches whose activations of the whole stage are kept at the peak (see
             `peak_in_flight`); a fraction with interleaved stages.
+
+    Raises:
+        ValueError: the optimizer's state is not known.
     """
     count = count_parameters(shape, layout, stage)
     precision = 2 if storage.bf16 else 4
-    of_matrices, of_others = _STATE_BYTES[storage.optimizer]
+    state_bytes = OPTIMIZERS[storage.optimizer].state_bytes
+    if state_bytes is None:
+        raise ValueError(f"the state of {storage.optimizer} is not known")
+    of_matrices, of_others = state_bytes
     dense_shards = layout.data_parallel if storage.distributed_optimizer else 1
     expert_shards = dense_shards // layout.expert_parallel if dense_shards > 1 else 1
 

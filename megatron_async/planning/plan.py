@@ -8,13 +8,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TextIO
 
-from megatron_async.corrections.catalogue import CATALOGUE
-from megatron_async.planning.candidates import (
-    TITLES,
-    build_lists,
-    delays_of,
-    iterations_to_settle,
-)
+from megatron_async.corrections import CORRECTIONS, RECOMMENDED
+from megatron_async.corrections.correction import ADAPTIVE_STRENGTH
+from megatron_async.optimizers import OPTIMIZERS
+from megatron_async.planning.candidates import Candidate, candidates
 from megatron_async.planning.memory import (
     Layout,
     ModelShape,
@@ -23,6 +20,8 @@ from megatron_async.planning.memory import (
     peak_in_flight,
     stage_memory,
 )
+from megatron_async.schedules import RECOMMENDED as RECOMMENDED_SCHEDULE
+from megatron_async.schedules.one_f_one_b import ONE_F_ONE_B
 from megatron_async.schedules.simulator import Costs, simulate
 
 __all__ = ["Prediction", "forward_flops", "main", "predict"]
@@ -32,7 +31,7 @@ __all__ = ["Prediction", "forward_flops", "main", "predict"]
 class Prediction:
     """What one schedule takes."""
 
-    schedule: str
+    candidate: Candidate
     problem: str | None = None
     """Why it cannot run with these numbers; the rest is then 0."""
     time: float = 0.0
@@ -42,29 +41,42 @@ class Prediction:
     """Mean over the stages of the share of the iteration that is waited."""
     in_flight: tuple[float, ...] = ()
     """Per stage, microbatches kept at the peak."""
+    versions: tuple[int, ...] = ()
+    """Per stage, weight versions kept."""
+
+    @property
+    def schedule(self) -> str:
+        """The candidate's name."""
+        return self.candidate.name
 
 
 def predict(
-    schedule: str, *, stages: int, microbatches: int, costs: Costs, chunks: int = 2
+    candidate: Candidate,
+    *,
+    stages: int,
+    microbatches: int,
+    costs: Costs,
+    chunks: int = 2,
+    gather_ahead: bool = False,
+    reduce_late: bool = False,
 ) -> Prediction:
-    """Simulate a schedule of `megatron_async.planning.candidates`."""
+    """Simulate a schedule."""
+    pipeline = candidate.pipeline(
+        stages=stages, chunks=chunks, gather_ahead=gather_ahead, reduce_late=reduce_late
+    )
     try:
-        lists = build_lists(
-            schedule,
-            stages=stages,
-            microbatches=microbatches,
-            iterations=iterations_to_settle(schedule, stages=stages),
-            chunks=chunks,
-        )
+        lists = candidate.lists(pipeline, microbatches=microbatches)
     except ValueError as error:
-        return Prediction(schedule=schedule, problem=str(error))
+        return Prediction(candidate=candidate, problem=str(error))
     run = simulate(lists, costs)
+    rule = candidate.schedule.rule(pipeline, microbatches)
     return Prediction(
-        schedule=schedule,
+        candidate=candidate,
         time=run.iteration_time,
         ideal=run.ideal_time,
         idle=sum(run.idle_shares) / stages,
         in_flight=tuple(peak_in_flight(actions) for actions in lists),
+        versions=tuple(rule.kept(stage) for stage in range(stages)),
     )
 
 
@@ -96,13 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         costs.per_stage(args.stages)
         predictions = [
             predict(
-                name,
+                each,
                 stages=args.stages,
                 microbatches=args.microbatches,
                 costs=costs,
                 chunks=args.chunks,
+                gather_ahead=args.overlap_param_gather,
+                reduce_late=args.second_grad_buffer,
             )
-            for name in TITLES
+            for each in candidates()
         ]
     except ValueError as error:
         parser.error(str(error))
@@ -126,8 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-async plan",
         description="Predict time per iteration and memory per stage of Megatron's synchronous "
-        "schedules, of PipeDream-2BW and of PipeDream, by simulating their action lists. Nothing "
-        "is trained.",
+        "schedules and of the asynchronous ones, by simulating their action lists. Nothing is "
+        "trained.",
     )
     parser.add_argument(
         *("--pipeline-model-parallel-size", "--stages"),
@@ -156,6 +170,11 @@ def _parser() -> argparse.ArgumentParser:
         ("optimizer", "optimizer step of one stage (default: 0)"),
     ):
         times.add_argument(f"--{name}-ms", type=float, nargs="+", metavar="MS", help=meaning)
+    for name, meaning in (
+        ("reduction", "a batch's gradients over the data-parallel replicas (default: 0)"),
+        ("gather", "a version's parameters over the replicas (default: 0)"),
+    ):
+        times.add_argument(f"--{name}-ms", type=float, default=0.0, metavar="MS", help=meaning)
     times.add_argument(
         "--latency-ms", type=float, default=0.0, metavar="MS", help="one message between stages"
     )
@@ -231,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="(default bf16)")
     run.add_argument(
         "--optimizer",
-        choices=("adam", "muon", "lion", "sgd"),
+        choices=[each.name for each in OPTIMIZERS if each.state_bytes is not None],
         default="muon",
         help="what state it keeps (default muon)",
     )
@@ -242,14 +261,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--delay-correction",
         nargs="?",
-        choices=tuple(CATALOGUE),
-        const="error-feedback",
+        choices=[each.name for each in CORRECTIONS],
+        const=RECOMMENDED,
         help="its buffers are counted",
     )
     run.add_argument(
         "--delay-correction-adaptive-strength", action="store_true", help="one more buffer"
     )
     run.add_argument("--second-grad-buffer", action="store_true", help="one more set of gradients")
+    run.add_argument(
+        "--overlap-param-gather", action="store_true", help="gather new versions under computation"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table as CSV")
     return parser
 
@@ -321,7 +343,8 @@ def _costs(
     else:
         forward = [1.0] * args.stages
     timed = args.forward_ms is not None or args.tflops is not None
-    if not timed and (args.backward_ms or args.optimizer_ms or args.latency_ms):
+    others = (args.latency_ms, args.reduction_ms, args.gather_ms)
+    if not timed and (args.backward_ms or args.optimizer_ms or any(others)):
         raise ValueError("times need --forward-ms (or --tflops) too")
     forward = spread(args.forward_ms, forward)
     again = 1.0 if args.recompute and args.forward_ms is None else 0.0
@@ -330,6 +353,8 @@ def _costs(
         backward=spread(args.backward_ms, [(2.0 + again) * time for time in forward]),
         optimizer=spread(args.optimizer_ms, [0.0] * args.stages),
         latency=args.latency_ms,
+        reduction=args.reduction_ms,
+        gather=args.gather_ms,
     )
     return costs, " ms" if timed else ""
 
@@ -354,7 +379,7 @@ def _print_times(
     rows = [["schedule", f"iteration{unit and ' (ms)'}", "of ideal", "idle", "in flight"]]
     problems = []
     for prediction in predictions:
-        title = TITLES[prediction.schedule]
+        title = prediction.candidate.title
         if prediction.problem:
             rows.append([title, "-", "-", "-", "-"])
             problems.append(f"{title}: {prediction.problem}")
@@ -370,10 +395,14 @@ def _print_times(
         )
     print(file=out)
     _print_table(rows, out)
-    times = {prediction.schedule: prediction.time for prediction in predictions}
-    if times["pipedream-2bw"] and times["1f1b"]:
-        gain = times["1f1b"] / times["pipedream-2bw"]
-        print(f"\nPipeDream-2BW over 1F1B: {gain:.2f} times as fast", file=out)
+    times = {prediction.schedule: prediction for prediction in predictions}
+    fast, slow = times[RECOMMENDED_SCHEDULE], times[ONE_F_ONE_B.name]
+    if fast.time and slow.time:
+        print(
+            f"\n{fast.candidate.schedule.title} over 1F1B: {slow.time / fast.time:.2f} times as "
+            "fast",
+            file=out,
+        )
     for problem in problems:
         print(f"\n{problem}", file=out)
 
@@ -381,8 +410,8 @@ def _print_times(
 def _correction_buffers(args: argparse.Namespace) -> int:
     if args.delay_correction is None:
         return 0
-    kind = CATALOGUE[args.delay_correction]
-    return kind.buffers_with(adaptive_strength=args.delay_correction_adaptive_strength)
+    settings = {ADAPTIVE_STRENGTH.dest: args.delay_correction_adaptive_strength}
+    return CORRECTIONS[args.delay_correction].buffers_with(settings)
 
 
 def _memory(
@@ -395,25 +424,26 @@ def _memory(
         recompute=args.recompute,
         fused_attention=not args.unfused_attention,
     )
-    if prediction.schedule.startswith("pipedream"):
+    if prediction.candidate.schedule.asynchronous:
         storage = replace(
             storage,
             asynchronous=True,
-            deferred_update=prediction.schedule == "pipedream-2bw",
+            deferred_update=prediction.candidate.deferred,
             correction_buffers=_correction_buffers(args),
             second_grad_buffer=args.second_grad_buffer,
         )
-    delays = delays_of(prediction.schedule, stages=layout.stages)
     return [
         stage_memory(
             shape,
             layout,
-            replace(storage, other_versions=delay),
+            replace(storage, other_versions=versions - 1),
             stage=stage,
             micro_batch_size=args.micro_batch_size,
             in_flight=in_flight,
         )
-        for stage, (in_flight, delay) in enumerate(zip(prediction.in_flight, delays, strict=True))
+        for stage, (in_flight, versions) in enumerate(
+            zip(prediction.in_flight, prediction.versions, strict=True)
+        )
     ]
 
 
@@ -434,20 +464,21 @@ def _print_memory(
         f"activations are estimated, the rest is counted",
         file=out,
     )
-    detail = "pipedream-2bw" if "pipedream-2bw" in memory else "1f1b"
-    rows = [[TITLES[detail], *(f"stage {stage}" for stage in shown)]]
+    titles = {each.name: each.title for each in candidates()}
+    detail = RECOMMENDED_SCHEDULE if RECOMMENDED_SCHEDULE in memory else ONE_F_ONE_B.name
+    rows = [[titles[detail], *(f"stage {stage}" for stage in shown)]]
     for field in fields(StageMemory):
         values = [getattr(memory[detail][stage], field.name) for stage in shown]
         if any(values):
             rows.append([field.name.replace("_", " "), *(_gib(value) for value in values)])
     rows.append(["total", *(_gib(memory[detail][stage].total) for stage in shown)])
-    if detail == "pipedream-2bw":
+    if detail == RECOMMENDED_SCHEDULE:
         added = [_gib(memory[detail][stage].added) for stage in shown]
         rows.append(["of which asynchronous training adds", *added])
     for name, per_stage in memory.items():
         if name != detail:
             totals = (_gib(per_stage[stage].total) for stage in shown)
-            rows.append([f"total, {TITLES[name]}", *totals])
+            rows.append([f"total, {titles[name]}", *totals])
     _print_table(rows, out)
 
 

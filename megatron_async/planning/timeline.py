@@ -10,8 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from megatron_async.planning.candidates import TITLES, build_lists, iterations_to_settle
+from megatron_async.planning.candidates import Candidate, candidate, candidates
+from megatron_async.schedules import RECOMMENDED
 from megatron_async.schedules.actions import Kind
+from megatron_async.schedules.schedule import settled_calls
 from megatron_async.schedules.simulator import Costs, Event, Simulation, simulate
 
 __all__ = ["draw_png", "draw_text", "main"]
@@ -32,50 +34,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code; wrong arguments leave through argparse."""
     parser = _parser()
     args = parser.parse_args(argv)
-    names = list(TITLES) if "all" in args.schedule else list(dict.fromkeys(args.schedule))
+    every = "all" in args.schedule
+    drawn = candidates() if every else [candidate(n) for n in dict.fromkeys(args.schedule)]
     costs = Costs(
         forward=args.forward_ms,
         backward=args.backward_ms,
         optimizer=args.optimizer_ms,
         latency=args.latency_ms,
+        reduction=args.reduction_ms,
+        gather=args.gather_ms,
     )
-    runs: list[tuple[str, Simulation]] = []
+    runs: list[tuple[Candidate, Simulation]] = []
     steady: dict[str, Simulation] = {}
     try:
         if min(args.forward_ms, args.backward_ms) <= 0:
             raise ValueError("--forward-ms and --backward-ms must be positive")
         if args.iterations < 1:
             raise ValueError(f"--iterations must be at least 1, got {args.iterations}")
-        for name in names:
-            settled = iterations_to_settle(name, stages=args.stages)
+        for each in drawn:
+            pipeline = each.pipeline(
+                stages=args.stages,
+                chunks=args.chunks,
+                gather_ahead=args.overlap_param_gather,
+                reduce_late=args.second_grad_buffer,
+            )
+            settled = settled_calls(each.schedule, pipeline, args.microbatches)
             for iterations in (args.iterations, max(args.iterations, settled)):
-                lists = build_lists(
-                    name,
-                    stages=args.stages,
-                    microbatches=args.microbatches,
-                    iterations=iterations,
-                    chunks=args.chunks,
-                )
-                steady[name] = simulate(lists, costs)
+                lists = each.lists(pipeline, microbatches=args.microbatches, iterations=iterations)
+                steady[each.name] = simulate(lists, costs)
                 if iterations == args.iterations:
-                    runs.append((name, steady[name]))
+                    runs.append((each, steady[each.name]))
     except ValueError as error:
-        if len(names) == 1 or "--" in str(error):
+        if len(drawn) == 1 or "--" in str(error):
             parser.error(str(error))
         parser.error(f"{error} (leave it out with --schedule)")
     colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     width = args.width or shutil.get_terminal_size((120, 24)).columns
-    for name, run in runs:
-        print(_caption(name, steady[name]))
+    for each, run in runs:
+        print(_caption(each, steady[each.name]))
         draw_text(run, sys.stdout, width=width, colour=colour)
         print()
+    interleaved = any(each.schedule.interleaved for each in drawn)
     print(
         "F forward, B backward, each with its microbatch; U optimizer step; . idle"
-        + ("; f, b of every second model chunk" if "interleaved" in names else "")
+        + ("; f, b of every second model chunk" if interleaved else "")
         + ("; colours are batches" if colour else "")
     )
     if args.png:
-        captions = [_caption(name, steady[name]) for name, _ in runs]
+        captions = [_caption(each, steady[each.name]) for each, _ in runs]
         draw_png([run for _, run in runs], captions, args.png)
         print(f"wrote {args.png}")
     if args.csv:
@@ -92,13 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stages", type=int, required=True, help="pipeline stages p")
     parser.add_argument("--microbatches", type=int, required=True, help="microbatches per batch m")
+    names = [each.name for each in candidates()]
     parser.add_argument(
         "--schedule",
         nargs="+",
-        choices=[*TITLES, "all"],
-        default=["pipedream-2bw"],
+        choices=[*names, "all"],
+        default=[RECOMMENDED],
         metavar="NAME",
-        help=f"one or more of {', '.join(TITLES)}, or all (default: pipedream-2bw)",
+        help=f"one or more of {', '.join(names)}, or all (default: {RECOMMENDED})",
     )
     parser.add_argument("--iterations", type=int, default=3, help="iterations to draw (default 3)")
     parser.add_argument("--forward-ms", type=float, default=1.0, help="forward of a microbatch")
@@ -106,6 +113,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer-ms", type=float, default=0.0, help="optimizer step of a stage")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="one message between stages")
     parser.add_argument("--chunks", type=int, default=2, help="model chunks of interleaved 1F1B")
+    parser.add_argument(
+        "--reduction-ms", type=float, default=0.0, help="a batch's data-parallel reduction"
+    )
+    parser.add_argument(
+        "--gather-ms", type=float, default=0.0, help="a version's data-parallel gather"
+    )
+    parser.add_argument(
+        "--overlap-param-gather", action="store_true", help="gather under computation"
+    )
+    parser.add_argument(
+        "--second-grad-buffer", action="store_true", help="reduce under the next batch"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a picture")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the events as CSV")
     parser.add_argument("--width", type=int, help="columns of text (default: the terminal's)")
@@ -113,9 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _caption(name: str, run: Simulation) -> str:
+def _caption(drawn: Candidate, run: Simulation) -> str:
     return (
-        f"{TITLES[name]}: {run.iteration_time:.4g} ms per iteration in the steady state, "
+        f"{drawn.title}: {run.iteration_time:.4g} ms per iteration in the steady state, "
         f"{run.ratio_to_ideal:.3f} of the ideal"
     )
 
@@ -244,15 +263,15 @@ def draw_png(runs: Sequence[Simulation], captions: Sequence[str], path: Path) ->
     pyplot.close(figure)
 
 
-def _write_csv(runs: Sequence[tuple[str, Simulation]], path: Path) -> None:
+def _write_csv(runs: Sequence[tuple[Candidate, Simulation]], path: Path) -> None:
     columns = ("stage", "kind", "batch", "microbatch", "chunk", "version")
     times = ("reached", "started", "stopped", "ended")
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["schedule", *columns, *times])
-        for name, run in runs:
+        for drawn, run in runs:
             for events in run.events:
                 for event in events:
                     what = {**asdict(event.action), "kind": event.action.kind.value}
                     when = (getattr(event, column) for column in times)
-                    writer.writerow([name, *(what[column] for column in columns), *when])
+                    writer.writerow([drawn.name, *(what[column] for column in columns), *when])

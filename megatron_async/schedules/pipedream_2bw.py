@@ -1,38 +1,44 @@
 """PipeDream-2BW: a gradient that is one update old on every stage, and no pipeline flush.
 
+Batch k runs forward and backward on version max(k - 1, 0), on every stage: two weight versions are
+kept. Needs at least p - 1 microbatches a batch.
+
 Source: "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1.
 """
 
-from megatron_async.schedules.actions import Action, pipedream_2bw_call
-from megatron_async.schedules.pipeline import Pipeline
+from megatron_async.schedules.actions import Action
+from megatron_async.schedules.schedule import (
+    Call,
+    Pipeline,
+    Schedule,
+    VersionRule,
+    fixed_delay,
+)
+from megatron_async.schedules.unflushed import unflushed_call
 
-__all__ = ["PipeDream2BW"]
+__all__ = ["PIPEDREAM_2BW"]
+
+_NAME = "pipedream-2bw"
+_RULE = fixed_delay(lambda stage: 1)
 
 
-class PipeDream2BW(Pipeline):
-    """Two weight versions on every stage; needs at least p - 1 microbatches a batch."""
+def _rule(pipeline: Pipeline, microbatches: int) -> VersionRule:
+    return _RULE
 
-    name = "pipedream-2bw"
-    resumable = True
 
-    def actions(
-        self,
-        *,
-        stages: int,
-        stage: int,
-        num_microbatches: int,
-        next_num_microbatches: int,
-        batches_left: int,
-    ) -> list[Action]:
-        return pipedream_2bw_call(
-            stages=stages,
-            stage=stage,
-            batch=self.batch,
-            microbatches=num_microbatches,
-            next_microbatches=next_num_microbatches,
-            first=not self.filled,
-            last=batches_left == 1,
-            deferred=self._deferred,
-            gather_ahead=self._gather_ahead,
-            reduce_late=self._reduce_late,
-        )
+def _call(call: Call) -> list[Action]:
+    return unflushed_call(call, name=_NAME, rule=_RULE, delayed=lambda microbatches: microbatches)
+
+
+def _least_microbatches(pipeline: Pipeline) -> int:
+    return max(pipeline.stages - 1, 1)
+
+
+PIPEDREAM_2BW = Schedule(
+    name=_NAME,
+    title="PipeDream-2BW",
+    help="runs without a pipeline flush, on weights that are one update old",
+    call=_call,
+    rule=_rule,
+    least_microbatches=_least_microbatches,
+)

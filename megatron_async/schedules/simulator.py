@@ -15,13 +15,25 @@ The waits that cross stages:
 - `LAUNCH_UPDATE` waits for nobody, except that stage 0 gathers the other stages' parts, all of
   which were posted before, because stage 0 finishes every batch last. `COMPLETE_UPDATE` waits for
   the total that stage 0 sends back.
+
+Data-parallel replicas do the same at the same time. So a reduction or a gather takes its time from
+its start on, beside the computation, and its finish waits for what is left. The gradients are ready
+at the end of a batch's last backward, and a reduction can start no sooner.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_async.schedules.actions import COMPUTE, UPDATES, Action, Kind, Transfer
+from megatron_async.schedules.actions import (
+    COMPUTE,
+    GATHERS,
+    REDUCTIONS,
+    UPDATES,
+    Action,
+    Kind,
+    Transfer,
+)
 
 __all__ = ["Costs", "DeadlockError", "Event", "Simulation", "simulate"]
 
@@ -35,7 +47,8 @@ class Costs:
     """What the actions take, in one unit of the caller's choice (milliseconds, say).
 
     `forward` and `backward` are per microbatch, through all model chunks of the stage; `optimizer`
-    is per step. A single number holds for every stage, a sequence gives one per stage. `latency` is
+    is per step, `reduction` per batch and `gather` per version. A single number holds for every
+    stage; forward, backward and optimizer also take a sequence with one per stage. `latency` is
     that of one message between two stages.
     """
 
@@ -43,6 +56,10 @@ class Costs:
     backward: float | Sequence[float]
     optimizer: float | Sequence[float] = 0.0
     latency: float = 0.0
+    reduction: float = 0.0
+    """Of a batch's gradients over the data-parallel replicas."""
+    gather: float = 0.0
+    """Of a new version's parameters over the data-parallel replicas."""
 
     def per_stage(self, stages: int) -> list[tuple[float, float, float]]:
         """Return (forward, backward, optimizer) of each stage.
@@ -57,7 +74,8 @@ class Costs:
             if len(column) != stages:
                 raise ValueError(f"{name} has {len(column)} times for {stages} stages")
             columns.append(column)
-        if min(min(column) for column in columns) < 0 or self.latency < 0:
+        others = (self.latency, self.reduction, self.gather)
+        if min(min(column) for column in columns) < 0 or min(others) < 0:
             raise ValueError("times must not be negative")
         return list(zip(*columns, strict=True))
 
@@ -186,7 +204,6 @@ def simulate(
     costs: Costs,
     *,
     rendezvous: bool = False,
-    wait_at_launch: bool = False,
 ) -> Simulation:
     """Run the lists of all stages (`lists[s]` is stage s's) from time 0.
 
@@ -195,15 +212,12 @@ def simulate(
         costs: How long everything takes.
         rendezvous: Sends wait for their receiver. Not for interleaved lists, whose sends Megatron
             makes asynchronous.
-        wait_at_launch: Every stage waits for the update's total at its launch instead of its
-            completion. This is wrong on purpose, for tests: the last stage then waits for the first
-            to finish the batch.
 
     Raises:
         DeadlockError: Stages wait for each other.
         ValueError: Times that do not fit, or `rendezvous` with interleaved lists.
     """
-    run = _Run(lists, costs, rendezvous=rendezvous, wait_at_launch=wait_at_launch)
+    run = _Run(lists, costs, rendezvous=rendezvous)
     run.finish()
     return Simulation(events=run.events, costs=costs, chunks=run.chunks)
 
@@ -218,7 +232,6 @@ class _Run:
         costs: Costs,
         *,
         rendezvous: bool,
-        wait_at_launch: bool,
     ) -> None:
         self.lists = lists
         self.stages = len(lists)
@@ -227,8 +240,9 @@ class _Run:
             raise ValueError("interleaved schedules send asynchronously, without rendezvous")
         self.times = costs.per_stage(self.stages)
         self.latency = costs.latency
+        self.reduction = costs.reduction
+        self.gather = costs.gather
         self.rendezvous = rendezvous
-        self.wait_at_launch = wait_at_launch
         self.events: list[list[Event]] = [[] for _ in lists]
         self.clock = [0.0] * self.stages
         self.sends: dict[Transfer, float] = {}
@@ -237,6 +251,10 @@ class _Run:
         """For the updates: when each stage came to (kind, batch)."""
         self.totals: dict[int, float] = {}
         """When stage 0 had the total of a batch's update."""
+        self.backward_ends: dict[tuple[int, int], float] = {}
+        """When the last backward of (stage, batch) so far ended."""
+        self.gathers: dict[tuple[int, int], float] = {}
+        """When the gather of (stage, version) started."""
 
     def finish(self) -> None:
         moved = True
@@ -250,6 +268,8 @@ class _Run:
                         break
                     self.events[stage].append(event)
                     self.clock[stage] = event.ended
+                    if action.kind is Kind.BACKWARD:
+                        self.backward_ends[stage, action.batch] = event.ended
                     moved = True
         stuck = [
             f"stage {stage} in {actions[len(self.events[stage])]}"
@@ -265,6 +285,9 @@ class _Run:
         if action.kind in COMPUTE:
             takes = (forward if action.kind is Kind.FORWARD else backward) / self.chunks
             return Event(action, now, now, now + takes, now + takes)
+        if action.kind in REDUCTIONS or action.kind in GATHERS:
+            end = self._collective_end(stage, action, now)
+            return Event(action, now, end, end, end)
         if action.kind not in UPDATES:
             return self._communicate(stage, action, now)
         arrivals = self.arrivals.setdefault((action.kind, action.batch), {})
@@ -286,13 +309,19 @@ class _Run:
             if not everyone:
                 return None
             end = self.totals[action.batch] = max(now, max(arrivals.values()) + message)
-        elif self.wait_at_launch:
-            if action.batch not in self.totals:
-                return None
-            end = self.totals[action.batch] + message
         else:
             end = now
         return Event(action, now, end, end, end)
+
+    def _collective_end(self, stage: int, action: Action, now: float) -> float:
+        """When a stage goes on behind the start or the finish of a data-parallel collective."""
+        if action.kind is Kind.START_GATHER:
+            self.gathers[stage, action.version] = now
+        elif action.kind is Kind.FINISH_REDUCTION:
+            return max(now, self.backward_ends[stage, action.batch] + self.reduction)
+        elif action.kind is Kind.FINISH_GATHER:
+            return max(now, self.gathers[stage, action.version] + self.gather)
+        return now
 
     def _communicate(self, stage: int, action: Action, now: float) -> Event | None:
         sent = action.sent(stages=self.stages, chunks=self.chunks)

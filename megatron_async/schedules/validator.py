@@ -9,11 +9,14 @@ from collections.abc import Sequence
 
 from megatron_async.schedules.actions import (
     COMPUTE,
+    GATHERS,
+    REDUCTIONS,
     UPDATES,
     Action,
     Kind,
     Transfer,
 )
+from megatron_async.schedules.schedule import Pipeline, Schedule, VersionRule
 
 __all__ = ["ScheduleError", "validate"]
 
@@ -46,52 +49,40 @@ class ScheduleError(Exception):
 def validate(
     lists: Sequence[Sequence[Action]],
     *,
-    delay: int | Sequence[int] = 1,
-    ahead: Sequence[int] | None = None,
+    schedule: Schedule,
+    pipeline: Pipeline,
+    microbatches: Sequence[int],
+    start: int = 0,
 ) -> None:
     """Check the lists of all stages, one list a stage, over any number of calls.
 
-    On each stage: every microbatch is forwarded once and then has its backward once, on the same
-    weight version, with its input or output gradient received before; the version is batch - delay
-    (0 at the start) and exists; an update has the gradients of the whole batch, comes in order, and
-    overwrites no version that a microbatch in flight still needs (version v lives in buffer
-    v mod (delay + 1)); at most one update is launched and not completed; no more microbatches are
-    in flight than the stage may run ahead, and one; the lists end with the pipeline drained on all
-    stages, or with as many microbatches in flight on each as it runs ahead.
+    On each stage: every microbatch is forwarded once and then has its backward once, on the weight
+    versions of the schedule's rule, which exist there, with its input or output gradient received
+    before; gradients are reduced once they are there, and no other batch's are added to them until
+    the update has taken them; an update has the reduced gradients of the whole batch, comes in
+    order, and overwrites no version that a microbatch in flight still needs (version v lies in
+    buffer v mod kept); at most one update is launched and not completed; a gathered version is not
+    used before its gather is finished; no more microbatches are in flight than the stage may run
+    ahead, and one; the lists end with the pipeline drained on all stages, or with as many
+    microbatches in flight on each as it runs ahead.
     Between stages: what one sends is what the other receives, in the same order.
 
     Args:
         lists: `lists[s]` is stage s's list, from a first call (empty pipeline) on.
-        delay: By how many updates a gradient is stale, on all stages or on each: 1 for
-            PipeDream-2BW, p - 1 - s for PipeDream, 0 for the synchronous schedules.
-        ahead: How many microbatches each stage runs ahead; by default as many as in Megatron's own
-            schedule (p - 1 - s without interleaving).
+        schedule: whose lists they are to be.
+        pipeline: what they were made for.
+        microbatches: m of each call's batch; batches behind the last one have as many as it.
+        start: the batch of the first call.
 
     Raises:
         ScheduleError: Names the stage, the action and the reason, for the first fault found.
-        ValueError: No stages, not one delay (or number of microbatches ahead) for each, or a
-            negative delay.
+        ValueError: Not one list a stage.
     """
-    delays = [delay] * len(lists) if isinstance(delay, int) else list(delay)
-    if not lists or min(delays, default=-1) < 0:
-        raise ValueError(f"need at least one stage and delay >= 0, got {len(lists)}, {delay}")
-    if len(delays) != len(lists) or (ahead is not None and len(ahead) != len(lists)):
-        raise ValueError(f"there are {len(lists)} stages, delays are {delay}, ahead is {ahead}")
+    if len(lists) != pipeline.stages or not lists:
+        raise ValueError(f"there are {pipeline.stages} stages and {len(lists)} lists")
     chunks = 1 + max((action.chunk for actions in lists for action in actions), default=0)
-    sizes: defaultdict[int, set[_Microbatch]] = defaultdict(set)
-    for actions in lists:
-        for action in actions:
-            if action.kind is Kind.FORWARD:
-                sizes[action.batch].add((action.batch, action.microbatch, action.chunk))
     stages = [
-        _Stage(
-            stage,
-            len(lists),
-            chunks=chunks,
-            delay=delays[stage],
-            ahead=None if ahead is None else ahead[stage],
-            batches=sizes,
-        )
+        _Stage(stage, schedule, pipeline, chunks=chunks, microbatches=microbatches, start=start)
         for stage in range(len(lists))
     ]
     for stage, actions in zip(stages, lists, strict=True):
@@ -107,33 +98,48 @@ class _Stage:
     def __init__(
         self,
         stage: int,
-        stages: int,
+        schedule: Schedule,
+        pipeline: Pipeline,
         *,
         chunks: int,
-        delay: int,
-        ahead: int | None,
-        batches: dict[int, set[_Microbatch]],
+        microbatches: Sequence[int],
+        start: int,
     ) -> None:
         self.stage = stage
-        self.stages = stages
+        self.stages = pipeline.stages
         self.chunks = chunks
-        self.delay = delay
-        self.batches = batches
-        if ahead is None:
-            ahead = stages - 1 - stage
-            if chunks > 1:
-                ahead = 2 * ahead + (chunks - 1) * stages
-        self.ahead = ahead
-        start = min(batches, default=0)
-        # Of a resumed run the previous version too is at hand.
-        self.resident = {v % (delay + 1): v for v in range(max(start - delay, 0), start + 1)}
+        self.pipeline = pipeline
+        self.schedule = schedule
+        self.microbatches = microbatches
+        self.start = start
+        self.kept = self._rule(start).kept(stage)
+        self.ahead = schedule.ahead(pipeline, stage, microbatches[0])
+        # Of a resumed run the earlier versions too are at hand.
+        oldest = max(start - self.kept + 1, 0)
+        self.resident = {v % self.kept: v for v in range(oldest, start + 1)}
         self.in_flight: dict[_Microbatch, int] = {}
+        """The version that each one's backward needs."""
         self.forwarded: set[_Microbatch] = set()
         self.finished: defaultdict[int, set[_Microbatch]] = defaultdict(set)
         self.arrived: set[Transfer] = set()
         self.sent: set[Transfer] = set()
+        self.reduced = start - 1
+        """The last batch whose gradients are reduced."""
+        self.reducing: int | None = None
         self.launched: int | None = None
         self.last_launched = start - 1
+        self.gathering: set[int] = set()
+
+    def _count(self, batch: int) -> int:
+        return self.microbatches[min(batch - self.start, len(self.microbatches) - 1)]
+
+    def _rule(self, batch: int) -> VersionRule:
+        return self.schedule.rule(self.pipeline, self._count(batch))
+
+    def _whole(self, batch: int) -> set[_Microbatch]:
+        return {
+            (batch, i, chunk) for i in range(self._count(batch)) for chunk in range(self.chunks)
+        }
 
     def take(self, position: int, action: Action) -> None:
         reason = self._fault(action)
@@ -149,8 +155,12 @@ class _Stage:
             return self._forward(action)
         if action.kind is Kind.BACKWARD:
             return self._backward(action)
+        if action.kind in REDUCTIONS:
+            return self._reduce(action)
         if action.kind in UPDATES:
             return self._update(action)
+        if action.kind in GATHERS:
+            return self._gather(action)
         return self._communicate(action)
 
     def _border(self, action: Action, *, forward: bool) -> Transfer | None:
@@ -166,18 +176,27 @@ class _Stage:
         return needs.received(stages=self.stages, chunks=self.chunks)
 
     def _version_fault(self, action: Action) -> str | None:
-        wanted = max(action.batch - self.delay, 0)
+        rule = self._rule(action.batch)
+        uses = rule.forward if action.kind is Kind.FORWARD else rule.backward
+        wanted = uses(action.batch, action.microbatch, self.stage)
         if action.version != wanted:
-            return f"batch {action.batch} must run on version {wanted} (delay {self.delay})"
-        if self.resident.get(action.version % (self.delay + 1)) != action.version:
+            return (
+                f"microbatch {action.microbatch} of batch {action.batch} must run "
+                f"{action.kind.value} on version {wanted}"
+            )
+        if self.resident.get(action.version % self.kept) != action.version:
             held = sorted(self.resident.values())
             return f"version {action.version} does not exist here now, only {held}"
+        if action.version in self.gathering:
+            return f"the gather of version {action.version} is not finished"
         return None
 
     def _forward(self, action: Action) -> str | None:
         key = (action.batch, action.microbatch, action.chunk)
         if key in self.forwarded:
             return "it is forwarded a second time"
+        if key not in self._whole(action.batch):
+            return "there is no such microbatch"
         needed = self._border(action, forward=True)
         if needed is not None and needed not in self.arrived:
             return "its input was not received before"
@@ -185,7 +204,9 @@ class _Stage:
         if fault:
             return fault
         self.forwarded.add(key)
-        self.in_flight[key] = action.version
+        self.in_flight[key] = self._rule(action.batch).backward(
+            action.batch, action.microbatch, self.stage
+        )
         if len(self.in_flight) > self.ahead + 1:
             return f"{len(self.in_flight)} microbatches are in flight, at most {self.ahead + 1} may"
         return None
@@ -198,40 +219,77 @@ class _Stage:
         needed = self._border(action, forward=False)
         if needed is not None and needed not in self.arrived:
             return "its output gradient was not received before"
-        used = self.in_flight[key]
-        if action.version != used:
-            return f"its forward ran on version {used}"
         fault = self._version_fault(action)
         if fault:
             return fault
         if action.batch <= self.last_launched:
             return f"the update of batch {action.batch} was launched before"
+        held = action.batch - 1 - self.last_launched
+        if held > (1 if self.pipeline.reduce_late else 0):
+            return (
+                f"the gradients of batch {self.last_launched + 1} are in the buffer that it adds to"
+            )
+        last = self._whole(action.batch) - self.finished[action.batch] == {key}
+        if last and self.reducing != action.batch:
+            return f"the reduction of batch {action.batch} was not started before its last backward"
         del self.in_flight[key]
         self.finished[action.batch].add(key)
+        return None
+
+    def _reduce(self, action: Action) -> str | None:
+        missing = self._whole(action.batch) - self.finished[action.batch]
+        if action.kind is Kind.START_REDUCTION:
+            if self.reducing is not None and not self.pipeline.reduce_late:
+                return f"the reduction of batch {self.reducing} is not finished"
+            if len(missing) != 1:
+                return f"{len(missing)} of the batch's backwards are still to come, not the last"
+            self.reducing = action.batch
+            return None
+        if missing:
+            return f"{len(missing)} of the batch's backwards are still to come"
+        if action.batch != self.reduced + 1:
+            return f"the next reduction is that of batch {self.reduced + 1}"
+        self.reduced = action.batch
+        if self.reducing == action.batch:
+            self.reducing = None
         return None
 
     def _update(self, action: Action) -> str | None:
         if action.version != action.batch + 1:
             return f"batch {action.batch} makes version {action.batch + 1}"
         if action.kind is not Kind.LAUNCH_UPDATE:
-            lost = self.resident.get(action.version % (self.delay + 1))
+            lost = self.resident.get(action.version % self.kept)
             users = sum(version == lost for version in self.in_flight.values())
             if users:
                 return f"version {lost} is overwritten while {users} microbatches in flight need it"
+            if self.gathering:
+                return f"the gather of version {min(self.gathering)} is not finished"
         if action.kind is not Kind.COMPLETE_UPDATE:
             if action.batch != self.last_launched + 1:
                 return f"the next update is that of batch {self.last_launched + 1}"
             if self.launched is not None:
                 return f"the update of batch {self.launched} was launched and is not completed"
-            missing = self.batches[action.batch] - self.finished[action.batch]
-            if missing or not self.finished[action.batch]:
-                return f"{max(len(missing), 1)} of the batch's backwards are still to come"
+            if action.batch > self.reduced:
+                return f"the gradients of batch {action.batch} are not reduced"
             self.last_launched = self.launched = action.batch
         if action.kind is not Kind.LAUNCH_UPDATE:
             if self.launched != action.batch:
                 return f"the update of batch {action.batch} was not launched"
             self.launched = None
-            self.resident[action.version % (self.delay + 1)] = action.version
+            self.resident[action.version % self.kept] = action.version
+        return None
+
+    def _gather(self, action: Action) -> str | None:
+        if self.resident.get(action.version % self.kept) != action.version:
+            return f"version {action.version} was not made"
+        if action.kind is Kind.START_GATHER:
+            if action.version in self.gathering:
+                return "it is gathered a second time"
+            self.gathering.add(action.version)
+        elif action.version not in self.gathering:
+            return f"the gather of version {action.version} was not started"
+        else:
+            self.gathering.discard(action.version)
         return None
 
     def _communicate(self, action: Action) -> str | None:

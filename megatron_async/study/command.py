@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_async.data import DataError
-from megatron_async.job import torchrun
 from megatron_async.study import config, report, runner
 from megatron_async.study.analysis import analyse
 from megatron_async.study.cells import Cell, count, plan
@@ -17,6 +15,8 @@ from megatron_async.study.config import ConfigError, Study
 from megatron_async.study.datasets import Prepared, prepare
 from megatron_async.study.launch import CommandLauncher, ForkLauncher, Launcher, LaunchError
 from megatron_async.study.live import duration
+from megatron_async.tools.data import DataError
+from megatron_async.tools.job import torchrun
 
 __all__ = ["main"]
 

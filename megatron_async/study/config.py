@@ -18,7 +18,8 @@ Everything a file can say, with the default where there is one (docs/study.md te
         flags: {optimizer: adam, ...}
         learning-rates: [1e-3, 3e-3]
         momentum: {flag: adam-beta1, values: [0.8, 0.9]}  # optional: one variant for each
-    delays: [none, one-step]    # none: synchronous; pipedream-16; {name: NAME, flags: {...}}
+    delays: [none, one-step]    # none: synchronous; one-step: pipedream-2bw; a schedule's name;
+                                # pipedream-16: of 16 stages; {name: NAME, flags: {...}}
     corrections: [none, error-feedback]  # {name: NAME, strengths: [...], flags: {...},
                                 #  delays: [...], optimizers: [...]}
     seeds: [1, 2, 3]
@@ -37,8 +38,12 @@ from typing import Any, Final
 
 import yaml
 
-from megatron_async import arguments
-from megatron_async.corrections.catalogue import CATALOGUE
+from megatron_async.corrections import CORRECTIONS
+from megatron_async.corrections.correction import STRENGTH
+from megatron_async.schedules import SCHEDULES, asynchronous_names
+from megatron_async.schedules.pipedream import EMULATE_PIPELINE_STAGES
+from megatron_async.schedules.pipedream_2bw import PIPEDREAM_2BW
+from megatron_async.schedules.schedule import Pipeline
 from megatron_async.study.document import (
     ConfigError,
     Section,
@@ -79,11 +84,9 @@ _RESERVED: Final[Mapping[str, str]] = {
     "data-path": "dataset",
     "mock-data": "dataset: mock",
     "pipeline-schedule": "delays",
-    "emulate-pipeline-stages": "delays",
+    **{flag.name.removeprefix("--"): "delays" for flag in SCHEDULES.flags.values()},
     "delay-correction": "corrections",
-    "delay-correction-strength": "corrections",
-    "delay-correction-adaptive-strength": "corrections",
-    "delay-correction-momentum": "corrections",
+    **{flag.name.removeprefix("--"): "corrections" for flag in CORRECTIONS.flags.values()},
     "async-start-iteration": "delays",
     "log-interval": "nothing: the study reads every iteration's line",
     "train-samples": "flags.train-iters",
@@ -95,7 +98,7 @@ _RESERVED: Final[Mapping[str, str]] = {
 }
 _LAYER_RESERVED: Final = frozenset({"lr", "min-lr", "seed", "data-path", "mock-data"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
-_PIPEDREAM = re.compile(r"pipedream-(\d+)")
+_EMULATED = re.compile(r"(.+)-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,14 +375,18 @@ def _delay(entry: Any, index: int) -> Mode:
     if isinstance(entry, str):
         if entry == NONE:
             return Mode(delay=NONE, correction=NONE, flags={})
-        if entry == "one-step":
-            flags: Flags = {"pipeline-schedule": ("pipedream-2bw",)}
+        schedule = PIPEDREAM_2BW.name if entry == "one-step" else entry
+        if schedule in asynchronous_names()[1:]:
+            flags: Flags = {"pipeline-schedule": (schedule,)}
             return Mode(delay=entry, correction=NONE, flags=flags)
-        if match := _PIPEDREAM.fullmatch(entry):
-            flags = {"pipeline-schedule": ("pipedream",), "emulate-pipeline-stages": (match[1],)}
+        match = _EMULATED.fullmatch(entry)
+        if match and match[1] in SCHEDULES.owners(EMULATE_PIPELINE_STAGES.dest):
+            stages = EMULATE_PIPELINE_STAGES.name.removeprefix("--")
+            flags = {"pipeline-schedule": (match[1],), stages: (match[2],)}
             return Mode(delay=entry, correction=NONE, flags=flags)
         raise ConfigError(
-            f"{place}: {entry} is unknown: give none, one-step, pipedream-STAGES, or "
+            f"{place}: {entry} is unknown: give none, one-step, "
+            f"{', '.join(asynchronous_names()[1:])}, pipedream-STAGES, or "
             "{name: NAME, flags: {...}}."
         )
     section = Section(entry, place=place, known=("name", "flags"))
@@ -407,8 +414,8 @@ def _corrections(entries: Sequence[Any]) -> list[_Correction]:
             raise section.wrong("name", "a name")
         _check_name(name, place=place)
         flags = _flags(section.get("flags", {}), place=f"{place}.flags", reserved=_LAYER_RESERVED)
-        known = arguments.CORRECTIONS
-        if name != NONE and name in known:
+        known = CORRECTIONS.names
+        if name in CORRECTIONS:
             flags = {"delay-correction": (name,), **flags}
         elif name != NONE and not flags:
             raise ConfigError(
@@ -417,7 +424,7 @@ def _corrections(entries: Sequence[Any]) -> list[_Correction]:
         variants: list[tuple[str, Flags]] = [(name, flags)]
         if section.get("strengths") is not None:
             variants = [
-                (f"{name}-{value:g}", {**flags, "delay-correction-strength": (f"{value:g}",)})
+                (f"{name}-{value:g}", {**flags, STRENGTH.name.removeprefix("--"): (f"{value:g}",)})
                 for value in section.numbers("strengths")
             ]
         found += [
@@ -457,10 +464,8 @@ def _modes(
             if correction.delays is None or delay.delay in correction.delays
         ]
         for correction in chosen_here:
-            kind = CATALOGUE.get("".join(correction.flags.get("delay-correction", ())))
-            if delay.flags.get("pipeline-schedule") == (arguments.PIPEDREAM,) and (
-                kind is not None and not kind.any_delay
-            ):
+            record = CORRECTIONS.get("".join(correction.flags.get("delay-correction", ())))
+            if record is not None and not record.any_delay and _is_longer(delay.flags):
                 raise ConfigError(
                     f"corrections: {correction.name} is defined for a delay of one step, not for "
                     f"{delay.delay}: give {{name: {correction.name}, delays: [one-step]}}."
@@ -477,6 +482,19 @@ def _modes(
     if not modes:
         raise ConfigError("delays and corrections leave nothing to run.")
     return tuple(modes)
+
+
+def _is_longer(flags: Flags) -> bool:
+    """Whether the delays of a schedule exceed one step, or differ between stages."""
+    schedule = SCHEDULES.get("".join(flags.get("pipeline-schedule", ())))
+    if schedule is None:
+        return False
+    emulated = flags.get(EMULATE_PIPELINE_STAGES.name.removeprefix("--"))
+    stages = int(emulated[0]) if emulated else 2
+    rule = schedule.rule(Pipeline(stages=stages), stages)
+    return max(rule.staleness(stage) for stage in range(stages)) > 1 or (
+        rule.staleness(0) != rule.staleness(stages - 1)
+    )
 
 
 def _tuning_seed(value: Any, seeds: Sequence[int]) -> int | None:

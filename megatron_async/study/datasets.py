@@ -5,8 +5,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_async import data, demo
 from megatron_async.study.config import ConfigError, Dataset
+from megatron_async.tools import data, demo
 
 __all__ = ["Prepared", "prepare"]
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from megatron_async.job import end_family
 from megatron_async.study.launch import die_with_parent
+from megatron_async.tools.job import end_family
 
 __all__ = ["main"]
 
@@ -34,10 +34,10 @@ _MODULES = (
     "megatron.core.datasets.helpers_cpp",
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.text_tokenizer",
-    "megatron_async.checkpointing",
+    "megatron_async.checkpoint.session",
     "megatron_async.hooks",
     "megatron_async.scripts.pretrain_gpt",
-    "megatron_async.startup",
+    "megatron_async.config.startup",
 )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from megatron_async.job import end_family, rank_environment, torchrun
+from megatron_async.tools.job import end_family, rank_environment, torchrun
 
 __all__ = [
     "CommandLauncher",

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
-from megatron_async.training_log import TrainingLog
+from megatron_async.tools.training_log import TrainingLog
 
 __all__ = ["DIVERGED", "FINISHED", "CellResult", "diverged", "read", "result_of", "write"]
 

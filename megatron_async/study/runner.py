@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from megatron_async.job import problem_in
 from megatron_async.study import results as results_file
 from megatron_async.study.cells import Cell, count, plan
 from megatron_async.study.config import Study, dump
@@ -19,7 +18,8 @@ from megatron_async.study.datasets import Prepared
 from megatron_async.study.launch import Launcher, Run
 from megatron_async.study.live import LiveTable, Row, duration
 from megatron_async.study.results import DIVERGED, CellResult
-from megatron_async.training_log import TrainingLog
+from megatron_async.tools.job import problem_in
+from megatron_async.tools.training_log import TrainingLog
 
 __all__ = [
     "CONFIG_FILE",

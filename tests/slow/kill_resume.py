@@ -212,9 +212,9 @@ def _import_once() -> None:
     cpu_backend.install()
     import megatron.training.training  # noqa: F401
 
-    import megatron_async.engine
+    import megatron_async.runtime.engine
     import megatron_async.scripts.pretrain_gpt
-    import megatron_async.validation  # noqa: F401
+    import megatron_async.config.validation  # noqa: F401
 
 
 def main() -> int:

@@ -1,0 +1,1 @@
+"""What an asynchronous run adds to Megatron's checkpoints, and how it is resumed from them."""

@@ -1,0 +1,87 @@
+"""The weights of an asynchronous run as a checkpoint holds them: the version before the newest,
+beside Megatron's own entry with the newest one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.utils import unwrap_model
+
+from megatron_async.runtime.engine import Engine
+
+__all__ = ["PREVIOUS", "check_parameters", "named_parameters", "previous_weights"]
+
+PREVIOUS = "megatron_async_previous"
+"""Entry of the state dict with the weights of the version before the newest; prefix of its keys in
+a torch_dist checkpoint."""
+
+
+def named_parameters(running: Engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the trainable parameters with their names, in the order of the weight versions."""
+    names = {
+        id(parameter): name
+        for name, parameter in unwrap_model(running.model_chunk).named_parameters()
+    }
+    for parameter in running.weights.parameters:
+        yield names[id(parameter)], parameter
+
+
+def previous_weights(running: Engine, *, sharded: bool, metadata: Any) -> dict[str, Any]:
+    """Return the weights of the version before the newest, by parameter name.
+
+    Tensors; in a torch_dist checkpoint Megatron's description of each with its tensor, under a key
+    of our own. Both to save from and to load into.
+
+    Raises:
+        RuntimeError: the model does not describe a parameter as it is.
+    """
+    weights = running.weights
+    weights.select(weights.newest - 1)
+    try:
+        # Megatron's descriptions hold the parameter itself, which is to point to the newest version
+        # when the file is written; a detached tensor stays with the version.
+        tensors = {name: parameter.detach() for name, parameter in named_parameters(running)}
+        if not sharded:
+            return tensors
+        if metadata is None:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            metadata = {"dp_cp_group": group}
+        described = unwrap_model(running.model_chunk).sharded_state_dict(metadata=metadata)
+        entries = {
+            id(entry.data): entry
+            for entry in nested_values(described)
+            if isinstance(entry, ShardedBase)
+        }
+        result = {}
+        for name, parameter in named_parameters(running):
+            if id(parameter) not in entries:
+                raise RuntimeError(
+                    f"megatron_async: {name} is missing in the model's sharded_state_dict, or is "
+                    "not there as it is; use --ckpt-format torch"
+                )
+            entry = entries[id(parameter)]
+            result[name] = replace(entry, key=f"{PREVIOUS}.{entry.key}", data=tensors[name])
+        return result
+    finally:
+        weights.select(weights.newest)
+
+
+def check_parameters(running: Engine, saved: Any, directory: str) -> None:
+    """Megatron loads what fits if names are missing in a torch checkpoint, and says so in passing.
+
+    Raises:
+        RuntimeError: a parameter is missing.
+    """
+    chunk = unwrap_model(running.model_chunk)
+    parameters = dict(chunk.named_parameters())
+    for name in chunk.state_dict_for_save_checkpoint():
+        if name in parameters and name not in saved:
+            raise RuntimeError(
+                f"megatron_async: the checkpoint in {directory} lacks {name}: it is of another "
+                "model, or of another layout; only --ckpt-format torch_dist can be loaded by "
+                "another number of stages"
+            )

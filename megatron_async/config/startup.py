@@ -1,0 +1,66 @@
+"""From a command line to a run: which hooks it needs, and the checks on its flags."""
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+
+from megatron_async.config import validation
+from megatron_async.config.arguments import add_arguments
+from megatron_async.config.settings import set_defaults
+from megatron_async.optimizers import requested
+
+__all__ = ["check_arguments", "check_command_line", "check_configs", "flags_in"]
+
+
+def flags_in(argv: list[str]) -> bool:
+    """Whether a flag (or an optimizer) of this package stands on the command line.
+
+    Its value does not matter: Megatron's parser alone would not know the flag. ``--cpu`` does not
+    count; the launcher reads it. ``--help`` does.
+    """
+    parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    ours = {option for action in parser._actions for option in action.option_strings}
+    # Whoever asks for help wants to see them.
+    counted = ours - {"--cpu"} | {"--help", "-h"}
+    return requested(argv) or any(argument.partition("=")[0] in counted for argument in argv)
+
+
+def check_command_line(argv: list[str]) -> None:
+    """Refuse what never gets to :func:`check_arguments`.
+
+    Raises:
+        SystemExit: ``--yaml-cfg``, whose settings Megatron checks in a way of its own.
+    """
+    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in argv):
+        validation.enforce(
+            argparse.Namespace(yaml_cfg=True),
+            replace(validation.Facts.current(), flags_given=True),
+            rank=_rank(),
+        )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Adjust and check Megatron's arguments, right after its own ``validate_args``.
+
+    Raises:
+        SystemExit: the flags cannot be combined; rank 0 prints why, once.
+    """
+    notices = set_defaults(args)
+    validation.enforce(args, rank=_rank())
+    if _rank() == 0:
+        for notice in notices:
+            print(f"megatron_async: {notice}", file=sys.stderr, flush=True)
+
+
+def check_configs(args: argparse.Namespace, *configs: object) -> None:
+    """Check what the script made of the arguments: the model's and the optimizer's configuration.
+
+    Raises:
+        SystemExit: as :func:`check_arguments`.
+    """
+    validation.enforce(args, configs=configs, rank=_rank(), warn=False)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,65 @@
+"""Rules on training one stage with the delays of several, and on schedules that need several."""
+
+from typing import Any, Final
+
+from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
+from megatron_async.schedules.pipedream import EMULATE_PIPELINE_STAGES
+
+__all__ = ["RULES"]
+
+_FLAG: Final = EMULATE_PIPELINE_STAGES.name
+_UNEVEN: Final = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--pipeline-model-parallel-layout",
+)
+"""Flags that give stages unequal numbers of layers."""
+
+
+def _uneven(subject: Subject) -> str | None:
+    return next((flag for flag in _UNEVEN if subject.get(dest_of(flag))), None)
+
+
+def _layers(subject: Subject) -> Any:
+    return subject.get("num_layers")
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    rule(
+        _FLAG,
+        lambda s: f"it emulates a pipeline on one stage, and there are {s.stages}",
+        "Use --pipeline-model-parallel-size 1, or drop it.",
+        when=lambda s: s.emulated is not None and s.stages > 1,
+        name="emulation_in_pipeline",
+    ),
+    rule(
+        _FLAG,
+        lambda s: f"layers are spread evenly over the emulated stages, and {_uneven(s)} is given",
+        "Drop either.",
+        when=lambda s: s.emulated is not None and _uneven(s) is not None,
+        name="emulation_uneven",
+    ),
+    rule(
+        _FLAG,
+        lambda s: (
+            f"{_layers(s)} layers do not divide into {s.emulated} stages: some have "
+            f"{'none' if _layers(s) < (s.emulated or 0) else 'one more than others'}"
+        ),
+        "Emulate a number of stages that divides the layers if a real pipeline is meant.",
+        when=lambda s: (
+            (s.emulated or 0) > 0 and _layers(s) is not None and _layers(s) % s.emulated != 0
+        ),
+        name="emulation_undivided",
+        warning=True,
+    ),
+    rule(
+        "--pipeline-schedule",
+        lambda s: f"{s.config.schedule} has no delay on a single stage",
+        f"Add more stages, or {_FLAG} with a schedule that has it.",
+        when=lambda s: s.stages == 1 and s.delays(1) == [0.0],
+        name="no_delay_on_a_single_stage",
+        warning=True,
+    ),
+)

@@ -1,0 +1,238 @@
+"""Rules that follow from the deferred update and from what Megatron does around an iteration."""
+
+import math
+from typing import Final
+
+from megatron_async.config.validation.rule import Rule, Scope, dest_of, given, rule
+
+__all__ = ["RULES"]
+
+_OPTIMIZER = (
+    rule(
+        "--use-precision-aware-optimizer",
+        "it keeps the main parameters inside of a fused kernel over the model's weights, of which "
+        "there are two versions",
+    ),
+    rule(
+        "--optimizer-cpu-offload",
+        "it rests on the precision-aware optimizer, whose main parameters follow one weight "
+        "version",
+    ),
+    rule(
+        "--qk-clip",
+        "it clips right after the step, which then has only been launched, and so the wrong "
+        "version",
+        "Use --qk-layernorm.",
+    ),
+    rule(
+        "--num-distributed-optimizer-instances",
+        "gradient norms over several instances of the distributed optimizer are not tested",
+        "Use one instance.",
+        when=lambda s: s.get("num_distributed_optimizer_instances", 1) > 1,
+    ),
+    rule(
+        "grad_norm_skip_threshold (optimizer configuration)",
+        "whether to skip an update is known only while the next batch is running",
+        "Leave it infinite.",
+        when=lambda s: math.isfinite(s.get("grad_norm_skip_threshold", math.inf)),
+        name="grad_norm_skip_threshold",
+    ),
+    rule(
+        "--optimizer",
+        lambda s: (
+            f"{s.get('optimizer')} of this Megatron fails in its first step with the "
+            "emerging-optimizers that is installed (it is written for 0.2.0)"
+        ),
+        "Install NVIDIA-NeMo/Emerging-Optimizers at its tag v0.2.0, or use muon or normuon.",
+        when=lambda s: s.optimizer is not None and not s.optimizer.runs(),
+        name="optimizer_runs",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--use-distributed-optimizer",
+        "with an optimizer other than sgd and adam it means Megatron's layer-wise optimizer, which "
+        "works in bf16 alone",
+        "Add --bf16, or drop it.",
+        scope=Scope.ALWAYS,
+        when=lambda s: bool(s.get("use_layer_wise_distributed_optimizer")) and not s.get("bf16"),
+        name="layer_wise_fp32",
+    ),
+    rule(
+        "--optimizer",
+        lambda s: (
+            f"Megatron cannot save {s.get('optimizer')}'s state, which has not the parameters' "
+            "shapes, in the format torch_dist"
+        ),
+        "Add --ckpt-format torch.",
+        when=lambda s: (
+            s.optimizer is not None
+            and not s.optimizer.saved_in_torch_dist
+            and bool(s.get("save"))
+            and not s.get("no_save_optim")
+            and s.get("ckpt_format") == "torch_dist"
+        ),
+        name="optimizer_torch_dist",
+    ),
+    rule("--freeze-all-layers", "there is nothing to update", "Use the default schedule."),
+)
+
+_MODELS = (
+    rule(
+        "--mtp-num-layers",
+        "the multi-token prediction loss and its share of the embedding gradient are not handled",
+        "Train without it.",
+    ),
+    *(
+        rule(
+            flag,
+            "an encoder-decoder model sends two tensors between stages",
+            "Use a decoder-only model.",
+            when=given(dest_of(flag)),
+        )
+        for flag in ("--decoder-num-layers", "--decoder-seq-length")
+    ),
+    *(
+        rule(
+            flag,
+            "only GPT models are tested, and not hybrids with state-space layers",
+            "Use a GPT model.",
+        )
+        for flag in ("--hybrid-layer-pattern", "--is-hybrid-model")
+    ),
+    rule(
+        "--dsa-indexer-loss-coeff",
+        "the indexer loss takes its scale from the last forward, which may be another batch's",
+        "Set it to 0.",
+        when=lambda s: (s.get("dsa_indexer_loss_coeff") or 0) > 0,
+    ),
+    rule(
+        "--vision-pretraining",
+        "vision models change gradients and weights around the step, which is not at its usual "
+        "place",
+        "Use the default schedule.",
+    ),
+    rule(
+        "--perform-rl-step",
+        "rollouts and inference change the weights and the data between iterations",
+        "Use the default schedule.",
+    ),
+)
+
+_LOOP = (
+    rule(
+        "--iterations-to-skip",
+        "a skipped batch's first microbatches have already been read and run forward",
+        "Remove the samples from the data.",
+    ),
+    rule(
+        "--dataloader-type",
+        "an external data loader saves its position from the first stage only, which has read the "
+        "first microbatches of the next batch",
+        "Use single or cyclic.",
+        when=lambda s: s.get("dataloader_type") == "external",
+        name="external_dataloader",
+    ),
+    rule(
+        "--full-validation",
+        "Megatron 0.19 stops at the first evaluation with it, unless there may be several sets",
+        "Add --multiple-validation-sets, which takes a single set, too.",
+        when=lambda s: bool(s.get("full_validation") and not s.get("multiple_validation_sets")),
+    ),
+    rule(
+        "--phase-transition-iterations",
+        "the data of a phase ends with it, and stages read ahead into the next",
+        "Start a run of its own for each phase, with --exit-interval.",
+    ),
+    rule(
+        "--rerun-mode",
+        "report_stats runs each iteration twice, which a schedule with microbatches in flight "
+        "cannot",
+        "Use --rerun-mode disabled.",
+        when=lambda s: s.get("rerun_mode") == "report_stats",
+        name="rerun_report_stats",
+    ),
+    rule(
+        "--inprocess-restart",
+        "a restart inside of the process would keep the pipeline's state and its process groups",
+        "Let the launcher restart the job.",
+    ),
+    rule(
+        "--adlr-autoresume",
+        "it saves and exits at a place of its own, with software that is not public",
+        "Use --exit-signal-handler.",
+    ),
+    rule(
+        "--fake-process-group",
+        "the update takes the gradient norm from what other stages send, and nothing is sent",
+        "Use the default schedule.",
+    ),
+    rule(
+        "--log-params-norm",
+        "it sums over all ranks in each iteration, which stops the pipeline, and while updates are "
+        "deferred stages hold different versions",
+        "Drop it, or add --no-deferred-update.",
+        when=lambda s: bool(s.get("log_params_norm")) and s.config.deferred_update,
+    ),
+    rule(
+        "--save-wgrads-interval",
+        "while updates are deferred, the saved gradients would lack the tied embedding's sum over "
+        "stages and the division by the number of tokens",
+        "Drop it, or add --no-deferred-update.",
+        when=lambda s: bool(s.get("save_wgrads_interval")) and s.config.deferred_update,
+    ),
+    rule(
+        "--save-dgrads-interval",
+        "its hooks would miss or mix up microbatches that run forward in one iteration and "
+        "backward in the next",
+    ),
+    *(
+        rule(
+            flag,
+            "an iteration runs forwards of two batches, and the file would hold both under one "
+            "number",
+        )
+        for flag in ("--save-activations-interval", "--save-tokens-per-expert-interval")
+    ),
+    rule(
+        "--save-params-interval",
+        "the version that is saved is not the one that its iteration number names",
+        "Take the weights from a checkpoint.",
+    ),
+    rule(
+        "--moe-routing-trace-path",
+        "an iteration runs forwards of two batches, and the trace would hold both under one number",
+    ),
+    rule(
+        "--logits-save-dir",
+        "saving a teacher's logits sets the loss to 0, so there are no updates to make "
+        "asynchronous",
+        "Use the default schedule.",
+    ),
+    rule(
+        "--non-persistent-ckpt-type",
+        "local checkpoints leave out what an exact resume needs",
+        "Use global.",
+        when=lambda s: s.get("non_persistent_ckpt_type") == "local",
+        name="local_checkpoints",
+    ),
+    rule(
+        "--ckpt-assume-constant-structure",
+        "what a checkpoint holds changes when the asynchronous part of the run begins",
+        "Drop it, or --async-start-iteration.",
+        when=lambda s: (
+            s.config.start_iteration > 0 and bool(s.get("ckpt_assume_constant_structure"))
+        ),
+    ),
+    rule(
+        "--ckpt-convert-format",
+        "the conversion would drop the state of the asynchronous run",
+        "Convert with the default schedule; the newest weights are kept.",
+    ),
+    rule(
+        "--moe-use-upcycling",
+        "it builds and saves a second model before training",
+        "Upcycle with the default schedule, then load the result.",
+    ),
+)
+
+RULES: Final[tuple[Rule, ...]] = (*_OPTIMIZER, *_MODELS, *_LOOP)

@@ -1,0 +1,50 @@
+"""Megatron's command line: our flags beside its own, and the checks on all of them."""
+
+import functools
+from typing import Any
+
+from megatron_async.hooks.row import row
+
+__all__ = ["ROWS"]
+
+_ARGUMENTS = "megatron.training.arguments"
+
+
+def _add_arguments(original: Any) -> Any:
+    from megatron_async.config.arguments import add_arguments, mend_help
+    from megatron_async.optimizers import add_optimizer_arguments
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return mend_help(add_optimizer_arguments(add_arguments(original(parser))))
+
+    return add_megatron_arguments
+
+
+def _validate(original: Any) -> Any:
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        from megatron_async.config.settings import AsyncConfig
+        from megatron_async.config.startup import check_arguments
+        from megatron_async.runtime.run import run
+
+        result = original(args, *rest, **kwargs)
+        check_arguments(args)
+        if AsyncConfig.from_args(args).log_bubble:
+            from megatron_async.runtime.counters.bubble import BubbleLog
+
+            run.bubble = BubbleLog()
+        return result
+
+    return validate_args
+
+
+ROWS = (
+    row(_ARGUMENTS, "add_megatron_arguments", _add_arguments, "the flags of this package"),
+    row(
+        _ARGUMENTS,
+        "validate_args",
+        _validate,
+        "the checks on the flags, before anything is built",
+    ),
+)

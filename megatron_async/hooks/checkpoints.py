@@ -1,0 +1,87 @@
+"""Megatron's checkpoints: what is saved and loaded beside its own state."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_async.hooks.row import TRAINING, row
+
+__all__ = ["ROWS"]
+
+_CHECKPOINTING = "megatron.training.checkpointing"
+
+
+def _session(name: str) -> Callable[[Any], Any]:
+    """Let a function of our session stand in; it is called with the original first."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            from megatron_async.checkpoint import session
+            from megatron_async.runtime.run import run
+
+            with run.paused():
+                return getattr(session, name)(original, *args, **kwargs)
+
+        return replacement
+
+    return make
+
+
+def _whole_tracker_file(original: Any) -> Any:
+    from megatron_async.checkpoint.files import WholeTrackerFile
+
+    return WholeTrackerFile(original)
+
+
+ROWS = (
+    *(
+        row(
+            module,
+            "save_checkpoint",
+            _session("save_checkpoint"),
+            "the launched update is completed before anything is written",
+        )
+        for module in (_CHECKPOINTING, TRAINING)
+    ),
+    *(
+        row(
+            module,
+            "load_checkpoint",
+            _session("load_checkpoint"),
+            "the schedule goes on where the checkpoint was saved",
+        )
+        for module in (_CHECKPOINTING, TRAINING)
+    ),
+    row(
+        _CHECKPOINTING,
+        "_load_base_checkpoint",
+        _session("load_base_checkpoint"),
+        "what a checkpoint holds is known before the model and the optimizer are loaded",
+    ),
+    row(
+        _CHECKPOINTING,
+        "read_metadata",
+        _session("read_metadata"),
+        "--ckpt-step does not reach the distributed optimizer's state in a torch checkpoint, and "
+        "loses to a later non-persistent checkpoint",
+    ),
+    row(
+        _CHECKPOINTING,
+        "generate_state_dict",
+        _session("generate_state_dict"),
+        "the previous weight version and the counters are saved, too",
+    ),
+    row(
+        _CHECKPOINTING,
+        "get_rng_state",
+        _session("get_rng_state"),
+        "stages that have forwarded microbatches ahead save the random state from before them",
+    ),
+    row(
+        _CHECKPOINTING,
+        "maybe_msc",
+        _whole_tracker_file,
+        "a job killed while the tracker file is written can be resumed",
+    ),
+)

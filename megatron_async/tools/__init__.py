@@ -1,0 +1,1 @@
+"""The command ``megatron-async`` and its smaller tools."""

@@ -1,0 +1,1 @@
+"""A batch's update: launched when its gradients are there, completed when its version is needed."""

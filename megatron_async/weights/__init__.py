@@ -1,0 +1,1 @@
+"""The weights in several versions, and the gradients in several buffers."""
