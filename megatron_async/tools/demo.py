@@ -7,21 +7,19 @@ run of Megatron through the launcher; everything reported is read from its log.
 """
 
 import argparse
-import random
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_async.tools import data, demo_report
+from megatron_async.tools import corpora, data, demo_report
 from megatron_async.tools.demo_report import Result
 from megatron_async.tools.job import Job, JobError
 from megatron_async.tools.progress import ProgressBar
 from megatron_async.tools.training_log import TrainingLog
 
-__all__ = ["MODES", "Scale", "main", "standard_library", "training_flags"]
+__all__ = ["MODES", "Scale", "main", "training_flags"]
 
 MODES: dict[str, tuple[str, tuple[str, ...]]] = {
     "synchronous": ("synchronous 1F1B", ()),
@@ -69,25 +67,6 @@ FULL = Scale(
 QUICK = Scale(
     iterations=30, hidden_size=64, sequence=64, batch=32, learning_rate=5e-3, validation_batches=8
 )
-
-
-def standard_library() -> list[data.Input]:
-    """The source files of the running interpreter's standard library, in a fixed random order.
-
-    The order makes the end of the dataset, which the validation reads, a sample of all of it.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [
-        data.Input(path=path, size=path.stat().st_size, named=False)
-        for path in sorted(root.rglob("*.py"))
-        if not left_out & set(path.relative_to(root).parts)
-    ]
-    files = [file for file in files if file.size]
-    if not files:
-        raise data.DataError(f"this Python has no source files of its library in {root}.")
-    random.Random(0).shuffle(files)
-    return files
 
 
 def training_flags(scale: Scale, *, dataset: Path, cache: Path) -> list[str]:
@@ -150,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = data.ByteTokenizer()
         prefix = output / "stdlib"
         summary = data.write_dataset(
-            standard_library(),
+            corpora.standard_library(),
             prefix,
             tokenizer=tokenizer,
             overwrite=True,
