@@ -1,9 +1,10 @@
-"""``megatron-async demo``: the effect of a one-step delay, on two CPU ranks, in a few minutes.
+"""``megatron-async demo``: what asynchronous training costs, on two CPU ranks, in a few minutes.
 
 A byte-level dataset is made of the Python standard library's source files. Then the same small GPT
-is trained three times from the same initial weights on the same batches, on two pipeline stages:
-synchronously, with PipeDream-2BW, and with PipeDream-2BW and the delay correction. Each is a real
-run of Megatron through the launcher; everything reported is read from its log.
+is trained four times from the same initial weights on the same batches, on two pipeline stages:
+synchronously, with PipeDream-2BW without and with the delay correction, and with fresh-2bw and the
+correction. Each is a real run of Megatron through the launcher; everything reported is read from
+its log.
 """
 
 import argparse
@@ -13,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_async.corrections import RECOMMENDED as CORRECTION
+from megatron_async.schedules.fresh_2bw import FRESH_2BW
+from megatron_async.schedules.pipedream_2bw import PIPEDREAM_2BW
 from megatron_async.tools import corpora, data, demo_report
 from megatron_async.tools.demo_report import Result
 from megatron_async.tools.job import Job, JobError
@@ -23,10 +27,14 @@ __all__ = ["MODES", "Scale", "main", "training_flags"]
 
 MODES: dict[str, tuple[str, tuple[str, ...]]] = {
     "synchronous": ("synchronous 1F1B", ()),
-    "2bw": ("PipeDream-2BW", ("--pipeline-schedule", "pipedream-2bw")),
+    "2bw": ("PipeDream-2BW", ("--pipeline-schedule", PIPEDREAM_2BW.name)),
     "2bw-corrected": (
         "PipeDream-2BW + correction",
-        ("--pipeline-schedule", "pipedream-2bw", "--delay-correction", "error-feedback"),
+        ("--pipeline-schedule", PIPEDREAM_2BW.name, "--delay-correction", CORRECTION),
+    ),
+    "fresh-corrected": (
+        "fresh-2bw + correction",
+        ("--pipeline-schedule", FRESH_2BW.name, "--delay-correction", CORRECTION),
     ),
 }
 """By the name of a run's files: its title, and the flags that set it apart."""
@@ -185,8 +193,9 @@ def _loss(loss: float | None) -> str:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-async demo",
-        description="Train a small GPT on two CPU ranks: synchronously, with PipeDream-2BW, and "
-        "with PipeDream-2BW and the delay correction. A few minutes on two idle cores.",
+        description="Train a small GPT on two CPU ranks: synchronously, with PipeDream-2BW without "
+        "and with the delay correction, and with fresh-2bw and the correction. A few minutes on "
+        "two idle cores.",
         allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="about a minute; tells no losses")
