@@ -13,11 +13,11 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from misplaced import misplaced_schedule
+from record import Record, stretched
 
 from megatron_async import schedules
 
@@ -48,27 +48,6 @@ class Settings:
     """Count the tensors that are alive after the last iteration."""
 
 
-@dataclasses.dataclass
-class Record:
-    """What one rank measured; seconds of the machine-wide monotonic clock."""
-
-    ends: list[float] = dataclasses.field(default_factory=list)
-    """When each iteration's train_step ended."""
-    forward: list[float] = dataclasses.field(default_factory=list)
-    """How long each forward took, without the added sleep."""
-    backward: list[float] = dataclasses.field(default_factory=list)
-    optimizer: list[float] = dataclasses.field(default_factory=list)
-    step: list[float] = dataclasses.field(default_factory=list)
-    """How long each of Megatron's ``optimizer.step()`` took: norm, clipping, the optimizer, and
-    waiting for the other ranks. Empty where a schedule puts its own in that place."""
-    collectives: int = 0
-    """Data-parallel collectives that were delayed."""
-    tensor_bytes: int = 0
-    """Of all tensors alive at the end, each storage counted once."""
-    peak_bytes: int = 0
-    """The device allocator's peak, or the process's peak resident size on a CPU rank."""
-
-
 def main() -> None:
     settings = Settings(**json.loads(os.environ["BENCHMARK_SETTINGS"]))
     record = Record()
@@ -88,37 +67,7 @@ def main() -> None:
     try:
         train()
     finally:
-        rank = int(os.environ.get("RANK", "0"))
-        path = Path(settings.output) / f"rank{rank}.json"
-        path.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
-
-
-def _paced(
-    original: Callable[..., Any],
-    seconds: float | None,
-    times: list[float],
-    *,
-    sleep_first: bool = False,
-) -> Any:
-    """The function, timed, and made to take at least some seconds.
-
-    Args:
-        sleep_first: sleep ahead of it as long as the last call left, and only the rest behind it.
-    """
-
-    @functools.wraps(original)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        end = None if seconds is None else time.monotonic() + seconds
-        if seconds is not None and sleep_first and times:
-            time.sleep(max(seconds - times[-1], 0.0))
-        start = time.monotonic()
-        result = original(*args, **kwargs)
-        times.append(time.monotonic() - start)
-        if end is not None:
-            time.sleep(max(end - time.monotonic(), 0.0))
-        return result
-
-    return timed
+        record.write(settings.output, rank=int(os.environ.get("RANK", "0")))
 
 
 def _pace(settings: Settings, record: Record) -> None:
@@ -130,8 +79,8 @@ def _pace(settings: Settings, record: Record) -> None:
         return None if seconds is None else seconds / settings.chunks
 
     forward, backward = share(settings.forward_seconds), share(settings.backward_seconds)
-    schedules.forward_step = _paced(schedules.forward_step, forward, record.forward)
-    schedules.backward_step = _paced(
+    schedules.forward_step = stretched(schedules.forward_step, forward, record.forward)
+    schedules.backward_step = stretched(
         schedules.backward_step,
         backward,
         record.backward,
@@ -153,7 +102,7 @@ def _pace(settings: Settings, record: Record) -> None:
 def _time_step(record: Record) -> None:
     from megatron.core.optimizer import optimizer
 
-    optimizer.ChainedOptimizer.step = _paced(optimizer.ChainedOptimizer.step, None, record.step)
+    optimizer.ChainedOptimizer.step = stretched(optimizer.ChainedOptimizer.step, None, record.step)
 
 
 class _Outermost:
@@ -171,7 +120,7 @@ class _Outermost:
                 return original(*args, **kwargs)
             self._inside = True
             try:
-                return _paced(original, self._seconds, self._times)(*args, **kwargs)
+                return stretched(original, self._seconds, self._times)(*args, **kwargs)
             finally:
                 self._inside = False
 

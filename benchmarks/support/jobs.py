@@ -39,7 +39,7 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What all ranks of a job measured: `instrumented_gpt.Record` of each, as dictionaries."""
+    """What all ranks of a job measured: `record.Record` of each, as dictionaries."""
 
     ranks: Sequence[dict[str, Any]]
     iterations: int
