@@ -34,6 +34,13 @@ def main() -> int:
     parser.add_argument("--backward-ms", type=float, default=200.0, help="t_b (default 200)")
     parser.add_argument("--optimizer-ms", type=float, default=60.0, help="t_opt (default 60)")
     parser.add_argument(
+        "--latency-ms",
+        type=float,
+        default=0.0,
+        metavar="L",
+        help="messages between stages arrive late by that, in every mode (default 0)",
+    )
+    parser.add_argument(
         "--delayed-microbatches",
         type=DELAYED_MICROBATCHES.parse,
         default=DELAYED_MICROBATCHES.default,
@@ -82,6 +89,7 @@ def main() -> int:
         forward_ms=args.forward_ms,
         backward_ms=args.backward_ms,
         optimizer_ms=args.optimizer_ms,
+        latency_ms=args.latency_ms,
         delayed_microbatches=args.delayed_microbatches,
         extra_warmup=args.pipeline_extra_warmup,
         tied=args.tied,
@@ -146,6 +154,7 @@ def _row(name: str, runs: list[Measurement], pace: Pace, repeats: int) -> dict[s
         "forward_ms": pace.forward_ms,
         "backward_ms": pace.backward_ms,
         "optimizer_ms": pace.optimizer_ms,
+        "latency_ms": pace.latency_ms,
         "delayed_microbatches": pace.delayed_microbatches,
         "extra_warmup": pace.extra_warmup,
         "mean_delay": mean_delay(mode, pace),
@@ -169,10 +178,11 @@ def _row(name: str, runs: list[Measurement], pace: Pace, repeats: int) -> dict[s
 
 
 def _report(rows: list[dict[str, Any]], pace: Pace, args: argparse.Namespace) -> None:
+    late = f", messages {pace.latency_ms:g} ms late" if pace.latency_ms else ""
     extra = f", {pace.extra_warmup} more in flight" if pace.extra_warmup else ""
     print(
         f"\np = {pace.stages}, m = {pace.microbatches}, t_f = {pace.forward_ms:g} ms, "
-        f"t_b = {pace.backward_ms:g} ms, t_opt = {pace.optimizer_ms:g} ms{extra}, "
+        f"t_b = {pace.backward_ms:g} ms, t_opt = {pace.optimizer_ms:g} ms{late}{extra}, "
         f"{'tied' if pace.tied else 'untied'} embeddings, clipping on; "
         f"median (lowest to highest) of {args.repeats} runs of {pace.iterations} iterations\n"
     )

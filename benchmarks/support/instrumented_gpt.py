@@ -13,9 +13,11 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from late_messages import Table, delay_messages
 from misplaced import misplaced_schedule
 from record import Record, stretched
 
@@ -38,6 +40,8 @@ class Settings:
     update: bool = True
     """False: batches are never applied (asynchronous schedules only), nothing crosses stages but
     activations and their gradients."""
+    latency_seconds: float = 0.0
+    """Each message between stages arrives this much later."""
     reduce_delay_seconds: float = 0.0
     """Each data-parallel collective arrives this much later."""
     synchronize: bool = False
@@ -56,6 +60,15 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     _pace(settings, record)
     _delay_collectives(settings, record)
+    if settings.latency_seconds:
+        delay_messages(
+            Table(
+                Path(settings.output) / "messages",
+                rank=int(os.environ["RANK"]),
+                ranks=int(os.environ["WORLD_SIZE"]),
+                seconds=settings.latency_seconds,
+            )
+        )
     _mark_iterations(settings, record)
     _time_step(record)
     if not settings.update:

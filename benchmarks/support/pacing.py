@@ -162,6 +162,7 @@ def run(mode: Mode, pace: Pace) -> Measurement:
             "optimizer_seconds": pace.optimizer_ms / 1e3,
             "chunks": mode.chunks,
             "update": mode.update,
+            "latency_seconds": pace.latency_ms / 1e3,
         },
     )
 
