@@ -122,16 +122,20 @@ def run_job(
     timeout: float,
     settings: dict[str, Any] | None = None,
     on_cpu: bool = True,
+    script: Path = _SCRIPT,
+    launched: bool = True,
 ) -> Measurement:
-    """Train through the package's launcher and return what was measured.
+    """Train and return what was measured.
 
     Args:
         ranks: Processes, all on this machine.
         flags: The training script's, see `gpt_flags`.
         iterations: How many are measured.
         timeout: Seconds until the job is stopped.
-        settings: Of `instrumented_gpt.Settings`, without `output`.
+        settings: Of the script's `Settings`, without `output`.
         on_cpu: CPU ranks; else one GPU a rank.
+        script: What trains.
+        launched: By the package's launcher; else the script is run as it stands.
 
     Raises:
         JobError: see there.
@@ -141,9 +145,10 @@ def run_job(
         output.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--standalone", "--local-addr", "localhost", f"--nproc-per-node={ranks}"]
-        command += ["--log-dir", str(logs), "--redirects", "3", "-m", "megatron_async"]
-        command += ["--cpu"] if on_cpu else []
-        command += [str(_SCRIPT), *flags]
+        command += ["--log-dir", str(logs), "--redirects", "3"]
+        if launched:
+            command += ["-m", "megatron_async", *(["--cpu"] if on_cpu else [])]
+        command += [str(script), *flags]
         environment = {
             "GLOO_SOCKET_IFNAME": "lo",
             **os.environ,

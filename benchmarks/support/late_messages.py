@@ -27,7 +27,7 @@ from typing import Any
 import numpy
 import torch.distributed as dist
 
-__all__ = ["Message", "Table", "delay_collectives", "delay_messages"]
+__all__ = ["LateRequest", "Message", "Table", "delay_collectives", "delay_messages"]
 
 _CHANNELS = ("forward", "backward", "link", "part", "total", "pair")
 _CAPACITY = 1 << 14  # messages of a channel; the file has holes where there are none
@@ -111,7 +111,9 @@ def delay_messages(table: Table) -> None:
     delay_collectives(table.seconds)
 
 
-class _LateRequest:
+class LateRequest:
+    """A request that ends when its message has arrived."""
+
     def __init__(self, request: Any, message: Message) -> None:
         self._request = request
         self._message = message
@@ -144,7 +146,7 @@ def _delay_communicator(table: Table) -> None:
                 message.wait()
         else:  # by name, of an interleaved schedule
             requests = {
-                name: _LateRequest(request, messages[name]) for name, request in requests.items()
+                name: LateRequest(request, messages[name]) for name, request in requests.items()
             }
         return *received, requests
 
