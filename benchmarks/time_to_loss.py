@@ -37,6 +37,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy
 from support.jobs import JobError
 from support.loss_curves import OPTIMIZERS, Training, find, train
 from support.modes import MODES
@@ -294,7 +295,7 @@ def _draw(
         curves = list(smooth.get((name, fewest), {}).values())
         seconds = [row["iteration_seconds"] for row in own if row["microbatches"] == fewest]
         if curves and seconds:
-            mean = sum(curves) / len(curves)
+            mean = numpy.mean(curves, axis=0)
             start = min(args.warmup_iters, len(mean) // 4)
             times = [seconds[0] * n / 3600 for n in range(start + 1, len(mean) + 1)]
             right.plot(times, mean[start:], **style)

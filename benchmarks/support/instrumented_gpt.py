@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from late_messages import Table, delay_messages
-from misplaced import misplaced_schedule
-from record import Record, stretched
 
 from megatron_async import schedules
+from support.late_messages import Table, delay_messages
+from support.misplaced import misplaced_schedule
+from support.record import Record, stretched
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,7 +240,7 @@ def _leave_out_updates() -> None:
                 pass
             return UpdateReport(batch=batch, iteration=self.iteration)
 
-    engine.DeferredUpdate = NoUpdate  # type: ignore[misc, assignment]
+    vars(engine)["DeferredUpdate"] = NoUpdate
 
 
 if __name__ == "__main__":

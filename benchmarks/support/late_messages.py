@@ -177,7 +177,7 @@ def _delay_links(table: Table) -> None:
                 table.send("link", self._target)
             super().start_send(*args, **kwargs)
 
-    links.Link = LateLink  # type: ignore[misc]
+    vars(links)["Link"] = LateLink
 
 
 def _delay_exchange(table: Table) -> None:
@@ -212,9 +212,9 @@ def _delay_exchange(table: Table) -> None:
             totals.pop(self).wait_sent()
         return result
 
-    StageExchange.post = late_post  # type: ignore[method-assign]
-    StageExchange.answer = late_answer  # type: ignore[method-assign]
-    Exchange.wait = late_wait  # type: ignore[method-assign]
+    setattr(StageExchange, post.__name__, late_post)
+    setattr(StageExchange, answer.__name__, late_answer)
+    setattr(Exchange, wait.__name__, late_wait)
 
 
 def delay_collectives(seconds: float) -> None:

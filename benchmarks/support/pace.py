@@ -43,17 +43,19 @@ class Pace:
 
 
 class Paced(Protocol):
-    """A mode: something that trains, and that can be compared with others on one clock.
+    """A mode: something that trains, and that can be compared with others on one clock."""
 
-    Attributes:
-        title: in tables and pictures.
-        update: whether batches are applied.
-        hides_update: whether updates are deferred, so that an iteration need not wait for any.
-    """
+    @property
+    def title(self) -> str:
+        """In tables and pictures."""
 
-    title: str
-    update: bool
-    hides_update: bool
+    @property
+    def update(self) -> bool:
+        """Whether batches are applied."""
+
+    @property
+    def hides_update(self) -> bool:
+        """Whether updates are deferred, so that an iteration need not wait for any."""
 
     def impossible(self, pace: Pace) -> str | None:
         """Say why it cannot be run; None if it can."""

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from late_messages import LateRequest, Table, delay_collectives
-from record import Record, stretched
 from torch.distributed.pipelining import PipelineStage, schedules
+
+from support.late_messages import LateRequest, Table, delay_collectives
+from support.record import Record, stretched
 
 _WIDTH = 32  # a message is as large as in the jobs of Megatron: 32 x 1 x 32 numbers
 
@@ -44,7 +45,7 @@ def main() -> None:
     record = Record()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    embedding_group = dist.new_group([0, ranks - 1])
+    embedding_group: Any = dist.new_group([0, ranks - 1])
     if settings.latency_seconds:
         _delay(settings, rank=rank, ranks=ranks)
     _pace(settings, record)
@@ -72,9 +73,10 @@ def main() -> None:
                 **({"target": targets} if 2 * ranks - 1 in mine else {}),
                 return_outputs=False,
             )
+            gradients = [each.grad for each in parameters if each.grad is not None]
             if shared:
-                dist.all_reduce(next(iter(parameters)).grad, group=embedding_group)
-            norm = torch.nn.utils.get_total_norm([each.grad for each in parameters])
+                dist.all_reduce(gradients[0], group=embedding_group)
+            norm = torch.nn.utils.get_total_norm(gradients)
             square = norm.square()
             dist.all_reduce(square)
             torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, square.sqrt())
@@ -106,9 +108,12 @@ def _pace(settings: Settings, record: Record) -> None:
         chosen = whole if full_backward else half
         return chosen(*args, full_backward=full_backward, **kwargs)
 
-    PipelineStage.forward_one_chunk = forward
-    PipelineStage.backward_one_chunk = backward
-    PipelineStage.backward_weight_one_chunk = weights
+    for name, function in {
+        "forward_one_chunk": forward,
+        "backward_one_chunk": backward,
+        "backward_weight_one_chunk": weights,
+    }.items():
+        setattr(PipelineStage, name, function)
 
 
 def _delay(settings: Settings, *, rank: int, ranks: int) -> None:
@@ -129,7 +134,7 @@ def _delay(settings: Settings, *, rank: int, ranks: int) -> None:
         works = original(operations, *args, **kwargs)
         return [LateRequest(*pair) for pair in zip(works, messages, strict=True)]
 
-    schedules._batch_p2p = batch
+    vars(schedules)["_batch_p2p"] = batch
     delay_collectives(settings.latency_seconds)
 
 

@@ -3,7 +3,7 @@
 import numpy
 import pytest
 from support.loss_curves import Training, _modes_of
-from support.smoothing import reached, smooth, without_batches
+from support.smoothing import Curve, reached, smooth, without_batches
 
 from megatron_async.study.cells import plan
 
@@ -48,8 +48,8 @@ def test_hard_batches_do_not_hide_how_much_longer_a_run_takes(slower: float) -> 
     n = numpy.arange(1, 3001)
     batches = numpy.random.default_rng(1).normal(scale=0.07, size=3000)
 
-    def losses(factor: float) -> numpy.ndarray:
-        return 1.2 + 6 * (n / factor + 20) ** -0.4 + batches
+    def losses(factor: float) -> Curve:
+        return numpy.asarray(1.2 + 6 * (n / factor + 20) ** -0.4 + batches)
 
     reference = without_batches(losses(1.0), losses(1.0))
     found = reached(without_batches(losses(slower), losses(1.0)), reference[2000 - 1])
