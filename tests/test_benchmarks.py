@@ -57,24 +57,6 @@ def test_paced_notices_a_misplaced_completion(tmp_path: Path) -> None:
     assert ratios["2bw"] < 1.05 < ratios["2bw-misplaced"]
 
 
-def test_more_in_flight_hides_late_messages(tmp_path: Path) -> None:
-    common = ["--stages", "4", "--microbatches", "6", "--iterations", "3", "--repeats", "1"]
-    common += ["--latency-ms", "60", "--modes", "fresh-2bw"]
-    (late,) = rows("paced.py", tmp_path, *common)
-    (hidden,) = rows("paced.py", tmp_path, *common, "--pipeline-extra-warmup", "3")
-    assert float(hidden["simulated_ratio"]) == pytest.approx(1)
-    assert float(hidden["ratio_to_ideal"]) < 1.2 < float(late["ratio_to_ideal"])
-
-
-def test_zero_bubble_of_torch_runs_on_the_same_clock(tmp_path: Path) -> None:
-    common = ["--stages", "2", "--microbatches", "4", "--iterations", "3", "--repeats", "1"]
-    found = rows("paced.py", tmp_path, *common, "--modes", "torch-zbv", "torch-zb")
-    assert len(found) == 2
-    for row in found:
-        # No faster than its lists: messages and the norm wait for what they have to.
-        assert float(row["ratio_to_ideal"]) >= float(row["simulated_ratio"]) - 0.005
-
-
 def test_the_logged_bubble_is_the_pipelines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,3 +89,21 @@ def test_the_logged_bubble_is_the_pipelines(
 
     assert share() == pytest.approx(1 / 3, abs=0.05)
     assert share("--pipeline-schedule", "pipedream-2bw") < 0.05
+
+
+def test_more_in_flight_hides_late_messages(tmp_path: Path) -> None:
+    common = ["--stages", "4", "--microbatches", "6", "--iterations", "3", "--repeats", "1"]
+    common += ["--latency-ms", "60", "--modes", "fresh-2bw"]
+    (late,) = rows("paced.py", tmp_path, *common)
+    (hidden,) = rows("paced.py", tmp_path, *common, "--pipeline-extra-warmup", "3")
+    assert float(hidden["simulated_ratio"]) == pytest.approx(1)
+    assert float(hidden["ratio_to_ideal"]) < 1.2 < float(late["ratio_to_ideal"])
+
+
+def test_zero_bubble_of_torch_runs_on_the_same_clock(tmp_path: Path) -> None:
+    common = ["--stages", "2", "--microbatches", "4", "--iterations", "3", "--repeats", "1"]
+    found = rows("paced.py", tmp_path, *common, "--modes", "torch-zbv", "torch-zb")
+    assert len(found) == 2
+    for row in found:
+        # No faster than its lists: messages and the norm wait for what they have to.
+        assert float(row["ratio_to_ideal"]) >= float(row["simulated_ratio"]) - 0.005
