@@ -6,8 +6,16 @@ so that any number of stages runs on two cores and the time of an iteration is t
 communication, collectives and waiting are Megatron's own and real. It is compared with the
 bubble-free ideal m (t_f + t_b) + t_opt, and with what the simulator of action lists predicts.
 
-The processes' own work runs in the time that is slept, as long as it fits: with more ranks than
-cores give slots (t_f + t_b) of 300 ms or more.
+The processes' own work, some 20 ms for a microbatch, runs in the time that is slept, as long as it
+fits. With more ranks than cores that asks for long slots (t_f + t_b): on two cores 300 ms for up to
+8 stages and 600 ms for 16, so that the cores are busy less than a third of the time. A job without
+any update, the mode 2bw-no-update, shows whether they are long enough: its ratio is near 1 then.
+With 16 stages the processes take some 7 GB.
+
+--latency-ms lets what crosses stages arrive late (see support/late_messages.py). torch-zbv and
+torch-zb are zero-bubble schedules of torch.distributed.pipelining, real ranks over gloo as well,
+that sleep as long and end an iteration with the same collectives; they have two stages a rank, and
+halve t_b between the input's and the weights' part. Not among the default modes.
 """
 
 import argparse
