@@ -12,6 +12,8 @@ What is held equal:
   takes a stage --batch-ms, a third of it forward. (On a GPU small microbatches are less efficient;
   that would speak for few of them, which is where bubbles are large.) An optimizer's step takes
   the same for every m.
+- The initial weights of the runs on one rank. PACI is trained on its stages, where they are others,
+  and is compared with synchronous training there.
 - The learning rate is constant behind a warm-up. So a run's first n iterations are a run of n
   iterations, and one training shows all of them; with a rate that decays to the end each length
   would need a run of its own. The rate is the same for all schedules, the best one in synchronous
@@ -39,7 +41,7 @@ from typing import Any
 
 import numpy
 from support.jobs import JobError
-from support.loss_curves import OPTIMIZERS, Training, find, train
+from support.loss_curves import OPTIMIZERS, Pair, Training, find, train
 from support.modes import MODES
 from support.options import add_common
 from support.pace import Pace, ideal_ms
@@ -159,47 +161,43 @@ def _times(name: str, pace: Pace, output: Path) -> list[float]:
 
 
 def _report(training: Training, paces: dict[int, Pace], args: argparse.Namespace) -> int:
-    curves = find(training, args.output)
-    if not any(name == _BASELINE for name, _ in curves):
+    found = find(training, args.output)
+    if not any(name == _BASELINE for name, _ in found):
         progress("there is no synchronous curve: run the part `curves` with these settings first")
         return 1
     rows: list[dict[str, Any]] = []
-    smooth: dict[tuple[str, int], dict[int, Curve]] = {}
+    curves: dict[tuple[str, int], list[Pair]] = {}
     for m, pace in paces.items():
-        reference = curves[_BASELINE, m]
         for name, mode in _MODES.items():
             seconds = _times(mode.paced, pace, args.output)
             if not seconds:
                 progress(f"{mode.title}, m = {m}: there is no time; run the part `times`")
                 continue
-            smooth[name, m] = {
-                seed: without_batches(losses, reference[seed])
-                for seed, losses in curves.get((name, m), {}).items()
-                if seed in reference
-            }
-            rows.append(
-                _row(name, pace, seconds, smooth[name, m], smooth.get((_BASELINE, m), {}), args)
-            )
+            curves[name, m] = [_smooth(pair) for pair in found.get((name, m), {}).values()]
+            rows.append(_row(name, pace, seconds, curves[name, m], args))
     _compare(rows)
     _print(rows, training, args)
     if args.csv:
         write_csv(args.csv, rows)
     if args.png:
-        _draw(rows, smooth, args)
+        _draw(rows, curves, args)
     return 0
 
 
+def _smooth(pair: Pair) -> Pair:
+    """Both curves, without the noise of their common batches."""
+    reference = without_batches(pair.reference, pair.reference)
+    if not numpy.isfinite(pair.losses).all():
+        return Pair(losses=numpy.full(len(reference), numpy.inf), reference=reference)
+    return Pair(losses=without_batches(pair.losses, pair.reference), reference=reference)
+
+
 def _row(
-    name: str,
-    pace: Pace,
-    seconds: list[float],
-    curves: dict[int, Curve],
-    reference: dict[int, Curve],
-    args: argparse.Namespace,
+    name: str, pace: Pace, seconds: list[float], curves: list[Pair], args: argparse.Namespace
 ) -> dict[str, Any]:
     n, paced = args.train_iters, MODES[_MODES[name].paced]
-    needed = [reached(curves[seed], reference[seed][n - 1]) for seed in curves if seed in reference]
-    gaps = [curves[seed][n - 1] - reference[seed][n - 1] for seed in curves if seed in reference]
+    needed = [reached(each.losses, each.reference[n - 1]) for each in curves]
+    gaps = [each.losses[n - 1] - each.reference[n - 1] for each in curves]
     row = {
         "mode": name,
         "stages": pace.stages,
@@ -243,7 +241,7 @@ def _print(rows: list[dict[str, Any]], training: Training, args: argparse.Namesp
         f"stage {args.batch_ms:g} ms, an optimizer's step {args.optimizer_ms:g} ms\n"
     )
     table = [["m", "mode", "delay", "s per iteration", "of ideal", "loss gap at N"]]
-    table[0] += ["iterations", "s to the loss", "of bubble-free", "gain over 1F1B"]
+    table[0] += ["seeds", "iterations", "s to the loss", "of bubble-free", "gain over 1F1B"]
     for row in rows:
         found = row["iterations_to_loss"]
         longest = f"> {training.iterations}" if row["seeds"] else "-"
@@ -255,6 +253,7 @@ def _print(rows: list[dict[str, Any]], training: Training, args: argparse.Namesp
                 f"{row['iteration_seconds']:.3f}",
                 f"{row['ratio_to_ideal']:.3f}",
                 "-" if row["gap"] is None else f"{row['gap']:+.4f}",
+                str(row["seeds"]),
                 longest if found is None else f"{found:.0f}",
                 "-" if found is None else f"{row['seconds_to_loss']:.0f}",
                 "-" if found is None else f"{row['share_of_bubble_free']:.3f}",
@@ -273,7 +272,7 @@ def _print(rows: list[dict[str, Any]], training: Training, args: argparse.Namesp
 
 def _draw(
     rows: list[dict[str, Any]],
-    smooth: dict[tuple[str, int], dict[int, Curve]],
+    curves: dict[tuple[str, int], list[Pair]],
     args: argparse.Namespace,
 ) -> None:
     """Time to loss over m, and loss over time with the fewest microbatches."""
@@ -292,10 +291,10 @@ def _draw(
             marker="o",
             **style,
         )
-        curves = list(smooth.get((name, fewest), {}).values())
+        losses: list[Curve] = [each.losses for each in curves.get((name, fewest), [])]
         seconds = [row["iteration_seconds"] for row in own if row["microbatches"] == fewest]
-        if curves and seconds:
-            mean = numpy.mean(curves, axis=0)
+        if losses and seconds:
+            mean = numpy.mean(losses, axis=0)
             start = min(args.warmup_iters, len(mean) // 4)
             times = [seconds[0] * n / 3600 for n in range(start + 1, len(mean) + 1)]
             right.plot(times, mean[start:], **style)

@@ -2,7 +2,8 @@
 
 Everything but PACI is trained on one rank, where the numbers are those of any number of stages:
 the first c microbatches of a batch run on the version before the newest. PACI's forwards and
-backwards differ from stage to stage, so it is trained on its real stages.
+backwards differ from stage to stage, so it is trained on its real stages. There Megatron draws
+other initial weights than on one rank; so synchronous training is there, too, to be compared with.
 
 A batch has the same sequences for every number m of microbatches. So the synchronous run is one for
 all m, and so is PipeDream-2BW's, whose whole batch is delayed; they are trained once. What depends
@@ -25,10 +26,11 @@ from megatron_async.study.cells import Cell, choose, plan
 from megatron_async.study.config import NONE, Study
 from megatron_async.study.datasets import Prepared, prepare
 from megatron_async.study.launch import CommandLauncher, ForkLauncher
+from megatron_async.study.results import FINISHED
 from megatron_async.tools.job import torchrun
 from support.smoothing import Curve
 
-__all__ = ["OPTIMIZERS", "Training", "find", "train"]
+__all__ = ["OPTIMIZERS", "Pair", "Training", "find", "modes_of", "train"]
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
     "muon": (
@@ -38,14 +40,23 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
             "muon-nesterov": True,
             "muon-extra-scale-factor": 0.2,
         },
-        1e-2,
+        2.5e-3,
     ),
-    "adam": ({"adam-beta1": 0.9, "adam-beta2": 0.95}, 2e-3),
+    "adam": ({"adam-beta1": 0.9, "adam-beta2": 0.95}, 4e-3),
 }
-"""The flags of each optimizer, and its learning rate."""
+"""The flags of each optimizer, and its learning rate: of a grid by factors of two the best in 2000
+iterations of synchronous training at the benchmark's default size."""
 
 _DELAYED, _SCHEDULE = DELAYED_MICROBATCHES.name.removeprefix("--"), "pipeline-schedule"
 _ONE_RANK, _STAGES = "one-rank", "stages"  # folders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The losses of a run, and of the synchronous one from the same initial weights."""
+
+    losses: Curve
+    reference: Curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +93,13 @@ class Training:
 
     def study(self, folder: str, *, learning_rates: Sequence[float]) -> Study:
         """Return the study of the runs on one rank, or of those on all stages."""
-        delays: list[Any] = []
+        delays: list[Any] = [NONE]
         corrections = [NONE]
         stages = self.stages
         if folder == _ONE_RANK:
             stages = 1
             corrections.append(CORRECTION)
-            delays += [NONE, {"name": "2bw", "flags": {_SCHEDULE: PIPEDREAM_2BW.name}}]
+            delays.append({"name": "2bw", "flags": {_SCHEDULE: PIPEDREAM_2BW.name}})
         name, schedule = ("fresh", FRESH_2BW) if folder == _ONE_RANK else ("paci", PACI)
         for m in self.microbatches:
             flags = {
@@ -108,6 +119,8 @@ class Training:
                 "seq-length": self.sequence,
                 "max-position-embeddings": self.sequence,
                 "normalization": "RMSNorm",
+                # The initial values of learned positions would depend on the microbatch's size.
+                "position-embedding-type": "rope",
                 "untie-embeddings-and-output-weights": True,
                 "disable-bias-linear": True,
                 "pipeline-model-parallel-size": stages,
@@ -169,31 +182,41 @@ def train(training: Training, output: Path, *, jobs: int) -> bool:
     return outcome.complete
 
 
-def find(training: Training, output: Path) -> dict[tuple[str, int], dict[int, Curve]]:
+def find(training: Training, output: Path) -> dict[tuple[str, int], dict[int, Pair]]:
     """Return the curves that are there: by mode and m those of each seed.
 
-    A run that diverged has no curve.
+    The losses of a run that diverged are infinite.
     """
     study = training.study(_ONE_RANK, learning_rates=training.learning_rates)
     dataset = prepare(study.dataset, output)
     rate = _rate(training, output, dataset)
-    found: dict[tuple[str, int], dict[int, Curve]] = {}
+    found: dict[tuple[str, int], dict[int, Pair]] = {}
     if rate is None:
         return found
     for folder in (_ONE_RANK, _STAGES):
         study = training.study(folder, learning_rates=[rate])
         results = runner.read_results(output / folder)
+        curves: list[tuple[Cell, Curve]] = []
         for cell in plan(study, results, identity=runner.identity_of(study, dataset.identity)):
             result = results.get(cell.name)
-            if result is None or result.validation_loss is None or None in result.losses:
+            if result is None:
                 continue
-            losses = numpy.asarray(result.losses, dtype=numpy.float64)
-            for key in _modes_of(cell, training.microbatches):
-                found.setdefault(key, {})[cell.seed] = losses
+            if result.status == FINISHED:
+                losses = numpy.asarray(result.losses, dtype=numpy.float64)
+            else:
+                losses = numpy.full(training.iterations, numpy.inf)
+            curves.append((cell, losses))
+        references = {cell.seed: losses for cell, losses in curves if cell.delay == NONE}
+        for cell, losses in curves:
+            if cell.seed in references:
+                pair = Pair(losses=losses, reference=references[cell.seed])
+                for key in modes_of(cell, training.microbatches):
+                    # Synchronous training on one rank comes first, and is the baseline's.
+                    found.setdefault(key, {}).setdefault(cell.seed, pair)
     return found
 
 
-def _modes_of(cell: Cell, microbatches: Sequence[int]) -> list[tuple[str, int]]:
+def modes_of(cell: Cell, microbatches: Sequence[int]) -> list[tuple[str, int]]:
     """Which modes of the benchmark, with which m, a run is."""
     kind, _, number = cell.delay.partition("-")
     name = {NONE: "1f1b", "fresh": "fresh-2bw"}.get(kind, kind)

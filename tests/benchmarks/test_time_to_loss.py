@@ -1,8 +1,12 @@
 """Time to loss: the curves that are trained, and where a curve comes down to a loss."""
 
+import argparse
+
 import numpy
 import pytest
-from support.loss_curves import Training, _modes_of
+import time_to_loss
+from support.loss_curves import Pair, Training, modes_of
+from support.pace import Pace
 from support.smoothing import Curve, reached, smooth, without_batches
 
 from megatron_async.study.cells import plan
@@ -32,7 +36,7 @@ def test_batches_are_the_same_and_the_delayed_microbatches_those_of_the_stages()
             assert cell.flags["min-lr"] == cell.flags["lr"]
             stages = "1" if folder == "one-rank" else "4"
             assert cell.flags["pipeline-model-parallel-size"] == (stages,)
-            for name, m in _modes_of(cell, TRAINING.microbatches):
+            for name, m in modes_of(cell, TRAINING.microbatches):
                 found.setdefault((name, m), set()).add(cell.seed)
                 if name.startswith(("fresh", "paci")):
                     assert cell.flags["micro-batch-size"] == (str(24 // m),)
@@ -67,3 +71,29 @@ def test_a_loss_that_is_not_reached() -> None:
     assert reached(curve, 0.5) is None
     assert reached(curve, 1.5) == pytest.approx(2.5)
     assert reached(curve, 3.5) == 1
+
+
+def test_time_to_loss_is_iterations_times_seconds_and_diverged_runs_never_get_there() -> None:
+    args = argparse.Namespace(train_iters=2000, optimizer="muon")
+    pace = Pace(stages=4, microbatches=4, forward_ms=100, backward_ms=200, optimizer_ms=60)
+    curve = 3 - 0.25 * numpy.log(numpy.arange(1, 3001))
+    reference = Pair(losses=curve, reference=curve)
+    slower = Pair(losses=curve + 0.25 * numpy.log(1.1), reference=curve)
+    diverged = Pair(losses=numpy.full(3000, numpy.inf), reference=curve)
+
+    def row(name: str, seconds: float, *pairs: Pair) -> dict[str, object]:
+        smooth = [time_to_loss._smooth(pair) for pair in pairs]
+        return time_to_loss._row(name, pace, [seconds], smooth, args)
+
+    rows = [
+        row("1f1b", 2.16, reference),
+        row("2bw", 1.26, slower),
+        row("paci", 1.26, reference, diverged),
+    ]
+    time_to_loss._compare(rows)
+    assert rows[0]["iterations_to_loss"] == pytest.approx(2000, rel=1e-3)
+    assert rows[1]["iterations_to_loss"] == pytest.approx(2200, rel=1e-3)
+    assert rows[1]["share_of_bubble_free"] == pytest.approx(1.1, rel=1e-3)
+    assert rows[1]["gain"] == pytest.approx(2.16 / 1.26 / 1.1, rel=1e-3)
+    assert rows[2]["iterations_to_loss"] is None
+    assert "gain" not in rows[2]
