@@ -1,6 +1,6 @@
 """Kills jobs with SIGKILL at random moments, resumes them until they are done, compares the losses.
 
-    python tests/slow/kill_resume.py [--runs 20] [--seed 0] [--format torch torch_dist]
+    python -m tests.slow.kill_resume [--runs 20] [--seed 0] [--format torch torch_dist]
 
 Every loss of every attempt is compared with those of a job that nobody killed, with all its digits.
 Two stages, two replicas, the distributed optimizer, the delay correction and dropout are on. Half
@@ -27,12 +27,8 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from harness import PRETRAIN_GPT, REPOSITORY, Value, gpt_args
-from resume_jobs import ASYNC, COMMON_FLAGS
-
-sys.path.insert(0, str(REPOSITORY))
+from tests.support.gpt import ASYNC, PRETRAIN_GPT, Value, gpt_args
+from tests.support.steps import COMMON_FLAGS
 
 RANKS = 4
 ITERATIONS = 12
@@ -211,10 +207,6 @@ def _import_once() -> None:
 
     cpu_backend.install()
     import megatron.training.training  # noqa: F401
-
-    import megatron_async.runtime.engine
-    import megatron_async.scripts.pretrain_gpt
-    import megatron_async.config.validation  # noqa: F401
 
 
 def main() -> int:

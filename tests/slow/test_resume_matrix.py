@@ -10,16 +10,13 @@ A part of it: ``-k muon``, ``-k torch_dist``; only the selected jobs run.
 import dataclasses
 import functools
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from harness import Value
-from resume_jobs import ASYNC, Outcome, Step, run_steps
+from tests.support.gpt import ASYNC, Value
+from tests.support.steps import Outcome, Step, run_steps
 
 pytestmark = pytest.mark.slow
 

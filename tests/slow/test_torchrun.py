@@ -6,7 +6,6 @@ pytest -m slow tests/slow/test_torchrun.py
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,19 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from harness import (
-    PRETRAIN_GPT,
-    RunResult,
-    Value,
-    gpt_args,
-    read_scalars,
-    run_torchrun,
-    wait_for_iteration,
-)
-from resume_jobs import ASYNC, COMMON_FLAGS
-from test_faults import _UNREADABLE, killed, poisoned
+from tests.support.gpt import ASYNC, PRETRAIN_GPT, Value, gpt_args
+from tests.support.output import RunResult, read_scalars
+from tests.support.steps import COMMON_FLAGS
+from tests.support.torchrun import run_torchrun, wait_for_iteration
+from tests.training.test_faults import _UNREADABLE, killed, poisoned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
