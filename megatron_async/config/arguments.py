@@ -88,6 +88,19 @@ def _own_flags() -> tuple[Flag, ...]:
             "point-to-point receives, for the update, and for data. Works with every schedule.",
         ),
         Flag(
+            name="--pipeline-extra-warmup",
+            parse=int,
+            default=0,
+            metavar="E",
+            help="Microbatches that the first stage has in flight beside those of 1F1B, at most "
+            "one fewer than stages; the others in proportion. Hides late messages on E of the "
+            "links between stages: those between E + 1 nodes with as many stages each, or with the "
+            "largest E all of them. Costs E more microbatches of activations on the first stage, "
+            "and with fresh-2bw E more that are delayed.",
+            fits=lambda extra: extra >= 0,
+            takes="a number of microbatches, 0 or more",
+        ),
+        Flag(
             name="--log-fingerprints",
             metavar="DIR",
             help="Write hashes and norms of gradients, weights, optimizer state and random state "

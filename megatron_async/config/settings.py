@@ -37,6 +37,7 @@ class AsyncConfig:
     log_bubble: bool = False
     log_fingerprints: str | None = None
     second_grad_buffer: bool = False
+    extra_warmup: int = 0
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
@@ -59,6 +60,7 @@ class AsyncConfig:
             log_bubble=values["log_pipeline_bubble"],
             log_fingerprints=values["log_fingerprints"],
             second_grad_buffer=values["second_grad_buffer"],
+            extra_warmup=values["pipeline_extra_warmup"],
         )
 
     @property
@@ -72,18 +74,21 @@ class AsyncConfig:
         record = SCHEDULES.get(self.schedule)
         return record if record is not None and record.asynchronous else None
 
-    def pipeline(self, *, stages: int, gather_ahead: bool = False) -> Pipeline:
+    def pipeline(self, *, stages: int, gather_ahead: bool = False, replicas: int = 1) -> Pipeline:
         """Return what the schedule's lists are made for.
 
         Args:
             stages: p.
             gather_ahead: whether new versions are gathered under computation.
+            replicas: ranks of a stage among which gradients are reduced.
         """
         return Pipeline(
             stages=stages,
             deferred=self.deferred_update,
             gather_ahead=gather_ahead,
             reduce_late=self.second_grad_buffer,
+            replicas=replicas,
+            extra_warmup=self.extra_warmup,
             flags=self.schedule_flags,
         )
 

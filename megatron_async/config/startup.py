@@ -49,7 +49,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     notices = set_defaults(args)
     validation.enforce(args, rank=_rank())
     if _rank() == 0:
-        for notice in notices:
+        for notice in [*notices, *validation.notes(args)]:
             print(f"megatron_async: {notice}", file=sys.stderr, flush=True)
 
 

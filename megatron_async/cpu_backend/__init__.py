@@ -18,6 +18,7 @@ import sys
 from packaging.specifiers import SpecifierSet
 
 from megatron_async.cpu_backend.flags import cpu_argv
+from megatron_async.megatron import dataset_helpers
 from megatron_async.megatron.replaced import Replacement, apply
 
 __all__ = [
@@ -111,6 +112,7 @@ def install() -> tuple[Replacement, ...]:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+    dataset_helpers.provide()
     applied += apply([row for row in rows if row not in of_torch], megatron_version)
     _applied = applied
     return applied

@@ -1,7 +1,6 @@
 """What is replaced in Megatron itself, where standing in for CUDA and NCCL is not enough."""
 
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._pytree import tree_map_only
 
-from megatron_async.megatron import releases
+from megatron_async.megatron import dataset_helpers, releases
 from megatron_async.megatron.replaced import Replacement
 
 __all__ = ["MEGATRON_VERSIONS", "FusedAdam", "megatron_rows"]
@@ -84,14 +83,6 @@ class FusedAdam(torch.optim.Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-
-
-def _compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
-    def compile_helpers() -> None:
-        if find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original()
-
-    return compile_helpers
 
 
 def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +168,7 @@ def megatron_rows() -> list[Replacement]:
         Replacement(
             target="megatron.core.datasets.utils",
             attribute="compile_helpers",
-            make=_compile_helpers,
+            make=dataset_helpers.compile_if_missing,
             why="the wheel brings the helper compiled but no Makefile, and exits when `make` fails",
             versions=MEGATRON_VERSIONS,
         )

@@ -21,7 +21,7 @@ from megatron_async.hooks import (
     schedule,
     training_loop,
 )
-from megatron_async.megatron import releases
+from megatron_async.megatron import dataset_helpers, releases
 from megatron_async.megatron.replaced import Replacement, apply, is_replaced
 from megatron_async.megatron.training import arguments_are_parsed
 
@@ -61,6 +61,7 @@ def install() -> None:
             f"is {version}, for which that was not tested. Install "
             f"megatron-core~={releases.SUPPORTED[-1]}.0."
         )
+    dataset_helpers.provide()
     apply(HOOKS, version, mark=True)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.hooks.row import row
+from megatron_async.megatron.dataset_helpers import compile_if_missing
 
 __all__ = ["ROWS", "check", "named_in_errors"]
 
@@ -83,6 +84,13 @@ def _whole_data_file(original: Any) -> Any:
 
 
 ROWS = (
+    row(
+        "megatron.core.datasets.utils",
+        "compile_helpers",
+        compile_if_missing,
+        "a fresh checkout compiles its helpers with whatever python3 and pybind11 there are; the "
+        "installed wheel has them",
+    ),
     row(
         "megatron.core.datasets.indexed_dataset:IndexedDataset",
         "initialize",

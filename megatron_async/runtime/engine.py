@@ -28,12 +28,14 @@ from megatron_async.runtime.counters.exits import ExitVotes
 from megatron_async.runtime.counters.moe_metrics import MoEMetrics
 from megatron_async.runtime.counters.saves import UNFINISHED, SaveWatch
 from megatron_async.runtime.interpreter import Interpreter
+from megatron_async.runtime.links import Links
 from megatron_async.runtime.run import run
 from megatron_async.runtime.updates import Updates
 from megatron_async.schedules import SCHEDULES
 from megatron_async.schedules.schedule import action_lists
 from megatron_async.schedules.validator import validate
 from megatron_async.update.deferred import DeferredUpdate, UpdateReport, scheduled
+from megatron_async.update.process_groups import gather_ranks
 from megatron_async.weights.emulated_stages import EmulatedStages
 from megatron_async.weights.gradient_buffers import GradientBuffers
 from megatron_async.weights.versions import WeightVersions
@@ -90,6 +92,7 @@ class Engine:
         self.pipeline = self.config.pipeline(
             stages=parallel_state.get_pipeline_model_parallel_world_size(),
             gather_ahead=bool(args.overlap_param_gather),
+            replicas=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         )
         microbatches = num_microbatches_calculator.get_num_microbatches()
         emulated = self.schedule.emulated_stages(self.pipeline)
@@ -129,11 +132,20 @@ class Engine:
             gather_ahead=self.pipeline.gather_ahead,
             staleness=lambda count: self.schedule.rule(self.pipeline, count).staleness(self.stage),
         )
+        links: Links | None = None
+        if self.pipeline.extra_warmup:
+            column = parallel_state.get_pipeline_model_parallel_group()
+            links = Links(
+                ranks=gather_ranks(column),
+                stage=self.stage,
+                timeout_minutes=args.distributed_timeout_minutes,
+            )
         self.interpreter = Interpreter(
             schedule=self.schedule,
             pipeline=self.pipeline,
             weights=self.weights,
             updates=self.updates.handlers,
+            links=links,
             after_reduction=self._after_reduction,
             before_next_batch=self._keep_random_state,
             select_batch=self._select_batch,

@@ -22,6 +22,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_async.megatron import pipeline as megatron_pipeline
+from megatron_async.runtime.links import Links
+from megatron_async.runtime.run import run
 from megatron_async.schedules.actions import COMMUNICATION, COMPUTE, REDUCTIONS, Action, Kind
 from megatron_async.schedules.schedule import Call, Pipeline, Schedule
 from megatron_async.weights.versions import WeightVersions
@@ -69,6 +71,7 @@ class Interpreter:
         pipeline: what they are made for.
         weights: the weight versions of the model chunk.
         updates: the handlers of a batch's update and of the gathers.
+        links: for lists with messages that are not waited for.
         after_reduction: called with the batch when its gradients are reduced.
         before_next_batch: called right before the first forward of the batch after the running
             one; the random state of that moment is what a resumed run has to start from.
@@ -83,6 +86,7 @@ class Interpreter:
         pipeline: Pipeline,
         weights: WeightVersions,
         updates: Mapping[Kind, Handler],
+        links: Links | None = None,
         after_reduction: Callable[[int], None] | None = None,
         before_next_batch: Callable[[], None] | None = None,
         select_batch: Callable[[int], None] | None = None,
@@ -104,6 +108,7 @@ class Interpreter:
         """What ends the last call; the optimizer's step runs it."""
         self._reduced = -1
         """The last batch whose gradients are reduced."""
+        self._links = links
         self._after_reduction = after_reduction
         self._before_next_batch = before_next_batch
         self._select_batch = select_batch
@@ -129,6 +134,12 @@ class Interpreter:
             Kind.BACKWARD: self._backward,
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.SEND_BACKWARD_RECV_FORWARD: self._send_backward_recv_forward,
+            Kind.START_RECV_FORWARD: self._start_recv_forward,
+            Kind.FINISH_RECV_FORWARD: self._finish_recv_forward,
+            Kind.START_SEND_FORWARD: self._start_send_forward,
+            Kind.START_RECV_BACKWARD: self._start_recv_backward,
+            Kind.FINISH_RECV_BACKWARD: self._finish_recv_backward,
+            Kind.START_SEND_BACKWARD: self._start_send_backward,
             Kind.START_REDUCTION: self._start_reduction,
             Kind.FINISH_REDUCTION: self._finish_reduction,
             **updates,
@@ -216,6 +227,8 @@ class Interpreter:
             config.timers("forward-backward").stop()
         self.batch += 1
         self.filled = batches_left != 1
+        if not self.filled and self._links is not None:
+            self._links.drain()
         return self._losses
 
     def run_step(self) -> None:
@@ -280,6 +293,37 @@ class Interpreter:
                 self._input_grad, self._now.shapes, self._p2p.is_pp_first_stage
             )
         )
+
+    def _start_recv_forward(self, action: Action) -> None:
+        assert self._links is not None
+        self._links.activations.start_receive(self._now.shapes, self._now.config.pipeline_dtype)
+
+    def _finish_recv_forward(self, action: Action) -> None:
+        assert self._links is not None
+        with run.waiting():
+            received = self._links.activations.finish_receive()
+        self._received.append([None] if received is None else received)
+
+    def _start_send_forward(self, action: Action) -> None:
+        assert self._links is not None
+        if not self._p2p.is_pp_last_stage:
+            self._links.activations.start_send(_listed(self._output))
+            self._release_output()
+
+    def _start_recv_backward(self, action: Action) -> None:
+        assert self._links is not None
+        self._links.gradients.start_receive(self._now.shapes, self._now.config.pipeline_dtype)
+
+    def _finish_recv_backward(self, action: Action) -> None:
+        assert self._links is not None
+        with run.waiting():
+            received = self._links.gradients.finish_receive()
+        self._output_grad = [None] if received is None else received
+
+    def _start_send_backward(self, action: Action) -> None:
+        assert self._links is not None
+        if not self._p2p.is_pp_first_stage:
+            self._links.gradients.start_send(_listed(self._input_grad))
 
     def _release_output(self) -> None:
         megatron_pipeline.release_output(self._output, self._now.config)
@@ -370,6 +414,10 @@ class Interpreter:
         )
         if self._after_reduction is not None:
             self._after_reduction(action.batch)
+
+
+def _listed(value: Any) -> list[torch.Tensor]:
+    return value if isinstance(value, list) else [value]
 
 
 def _only(value: Any) -> Any:

@@ -12,8 +12,10 @@ Nothing here needs torch: the runtime that interprets the lists is :mod:`megatro
 """
 
 from megatron_async.registry import Registry
+from megatron_async.schedules.fresh_2bw import FRESH_2BW
 from megatron_async.schedules.interleaved import INTERLEAVED
 from megatron_async.schedules.one_f_one_b import ONE_F_ONE_B
+from megatron_async.schedules.paci import PACI
 from megatron_async.schedules.pipedream import PIPEDREAM
 from megatron_async.schedules.pipedream_2bw import PIPEDREAM_2BW
 from megatron_async.schedules.schedule import Schedule
@@ -33,7 +35,7 @@ SCHEDULES: Registry[Schedule] = Registry(
 
 register = SCHEDULES.register
 
-for _schedule in (ONE_F_ONE_B, INTERLEAVED, PIPEDREAM_2BW, PIPEDREAM):
+for _schedule in (ONE_F_ONE_B, INTERLEAVED, FRESH_2BW, PIPEDREAM_2BW, PACI, PIPEDREAM):
     register(_schedule)
 
 

@@ -20,10 +20,13 @@ __all__ = [
     "BACKWARD_SENDS",
     "COMMUNICATION",
     "COMPUTE",
+    "FINISHED_RECEIVES",
     "FORWARD_RECEIVES",
     "FORWARD_SENDS",
     "GATHERS",
+    "POSTED_RECEIVES",
     "REDUCTIONS",
+    "UNWAITED_SENDS",
     "UPDATES",
     "Action",
     "Kind",
@@ -34,8 +37,9 @@ __all__ = [
 
 
 class Kind(enum.Enum):
-    """What an action does. Communication is named after the functions of Megatron's
-    `P2PCommunicator`, which do nothing on the side that the first or the last stage lacks."""
+    """What an action does. Communication that is waited for is named after the functions of
+    Megatron's `P2PCommunicator`, which do nothing on the side that the first or the last stage
+    lacks; nor does what is started and finished."""
 
     RECV_FORWARD = "recv_forward"
     FORWARD = "forward"
@@ -45,6 +49,15 @@ class Kind(enum.Enum):
     BACKWARD = "backward"
     SEND_BACKWARD = "send_backward"
     SEND_BACKWARD_RECV_FORWARD = "send_backward_recv_forward"
+    START_RECV_FORWARD = "start_recv_forward"
+    """Post a receive, and go on; likewise the other three."""
+    FINISH_RECV_FORWARD = "finish_recv_forward"
+    """Wait for what was posted; likewise for a backward."""
+    START_SEND_FORWARD = "start_send_forward"
+    """Send, and wait for nobody, now or later."""
+    START_RECV_BACKWARD = "start_recv_backward"
+    FINISH_RECV_BACKWARD = "finish_recv_backward"
+    START_SEND_BACKWARD = "start_send_backward"
     START_REDUCTION = "start_reduction"
     """From here on a backward's gradients are reduced over the stage's own ranks (data, tensor,
     expert parallel), as far as the run's flags let that overlap. Stands before a batch's last
@@ -69,10 +82,21 @@ UPDATES = frozenset({Kind.LAUNCH_UPDATE, Kind.COMPLETE_UPDATE, Kind.UPDATE})
 GATHERS = frozenset({Kind.START_GATHER, Kind.FINISH_GATHER})
 COMMUNICATION = frozenset(Kind) - COMPUTE - REDUCTIONS - UPDATES - GATHERS
 """Between stages."""
-FORWARD_SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_FORWARD_RECV_BACKWARD})
-FORWARD_RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.SEND_BACKWARD_RECV_FORWARD})
-BACKWARD_SENDS = frozenset({Kind.SEND_BACKWARD, Kind.SEND_BACKWARD_RECV_FORWARD})
-BACKWARD_RECEIVES = frozenset({Kind.RECV_BACKWARD, Kind.SEND_FORWARD_RECV_BACKWARD})
+FORWARD_SENDS = frozenset(
+    {Kind.SEND_FORWARD, Kind.SEND_FORWARD_RECV_BACKWARD, Kind.START_SEND_FORWARD}
+)
+FORWARD_RECEIVES = frozenset(
+    {Kind.RECV_FORWARD, Kind.SEND_BACKWARD_RECV_FORWARD, Kind.FINISH_RECV_FORWARD}
+)
+BACKWARD_SENDS = frozenset(
+    {Kind.SEND_BACKWARD, Kind.SEND_BACKWARD_RECV_FORWARD, Kind.START_SEND_BACKWARD}
+)
+BACKWARD_RECEIVES = frozenset(
+    {Kind.RECV_BACKWARD, Kind.SEND_FORWARD_RECV_BACKWARD, Kind.FINISH_RECV_BACKWARD}
+)
+POSTED_RECEIVES = frozenset({Kind.START_RECV_FORWARD, Kind.START_RECV_BACKWARD})
+FINISHED_RECEIVES = frozenset({Kind.FINISH_RECV_FORWARD, Kind.FINISH_RECV_BACKWARD})
+UNWAITED_SENDS = frozenset({Kind.START_SEND_FORWARD, Kind.START_SEND_BACKWARD})
 
 
 class Transfer(NamedTuple):
@@ -131,6 +155,17 @@ class Action:
         if not 0 <= border < stages * chunks - 1:
             return None
         return Transfer(self.kind in FORWARD_SENDS, self.batch, self.microbatch, border)
+
+    def posted(self, *, stages: int) -> Transfer | None:
+        """What a receive that the action posts is for; None if it posts none, or if the model
+        begins or ends there."""
+        if self.kind not in POSTED_RECEIVES:
+            return None
+        forward = self.kind is Kind.START_RECV_FORWARD
+        border = self.stage - 1 if forward else self.stage
+        if not 0 <= border < stages - 1:
+            return None
+        return Transfer(forward, self.batch, self.microbatch, border)
 
     def received(self, *, stages: int, chunks: int = 1) -> Transfer | None:
         """What the action receives; None if nothing, or if the model begins there."""

@@ -7,6 +7,7 @@ Source: "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503), se
 """
 
 from megatron_async.schedules.actions import Action
+from megatron_async.schedules.fresh_2bw import least_microbatches
 from megatron_async.schedules.schedule import (
     Call,
     Pipeline,
@@ -30,15 +31,12 @@ def _call(call: Call) -> list[Action]:
     return unflushed_call(call, name=_NAME, rule=_RULE, delayed=lambda microbatches: microbatches)
 
 
-def _least_microbatches(pipeline: Pipeline) -> int:
-    return max(pipeline.stages - 1, 1)
-
-
 PIPEDREAM_2BW = Schedule(
     name=_NAME,
     title="PipeDream-2BW",
     help="runs without a pipeline flush, on weights that are one update old",
     call=_call,
     rule=_rule,
-    least_microbatches=_least_microbatches,
+    least_microbatches=least_microbatches,
+    extra_warmup=True,
 )

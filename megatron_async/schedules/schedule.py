@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_async.registry import Flag
-from megatron_async.schedules.actions import Action
+from megatron_async.schedules.actions import Action, warmup_microbatches
 
 __all__ = [
     "Call",
     "Pipeline",
+    "Problem",
     "Schedule",
     "VersionRule",
     "action_lists",
+    "extra_ahead",
     "fixed_delay",
     "settled_calls",
 ]
@@ -38,6 +40,9 @@ class Pipeline:
         reduce_late: a batch's gradients are reduced under the next batch
             (``--second-grad-buffer``).
         chunks: model chunks on each stage, above 1 with interleaved stages.
+        replicas: data-parallel replicas of each stage.
+        extra_warmup: e, how many microbatches more than 1F1B the first stage has in flight, so that
+            late messages do not hold it up, at most p - 1; the others see :func:`extra_ahead`.
         flags: the values of the schedule's own flags by their ``dest``.
     """
 
@@ -46,6 +51,8 @@ class Pipeline:
     gather_ahead: bool = False
     reduce_late: bool = False
     chunks: int = 1
+    replicas: int = 1
+    extra_warmup: int = 0
     flags: Mapping[str, Any] = field(default_factory=dict)
 
     def value(self, flag: Flag) -> Any:
@@ -90,6 +97,26 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that a schedule cannot run with.
+
+    Attributes:
+        flag: the flag at fault.
+        reason: why; no full stop at the end.
+        remedy: what to do instead; a sentence.
+    """
+
+    flag: str
+    reason: str
+    remedy: str
+
+    @property
+    def message(self) -> str:
+        """On one line."""
+        return f"{self.flag}: {self.reason}. {self.remedy}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class VersionRule:
     """Which weight versions the microbatches of a batch use.
 
@@ -109,10 +136,13 @@ class VersionRule:
     staleness: Callable[[int], float]
 
     def mean_delay(self, batch: int, microbatches: int, stage: int) -> float:
-        """By how many updates the gradient of one batch is late: the mean over its microbatches of
-        k - v, with v the version of the backward."""
-        late = (batch - self.backward(batch, i, stage) for i in range(microbatches))
-        return sum(late) / microbatches
+        """By how many updates the gradient of one batch is late: the mean of k - v over its
+        microbatches, with v the versions of their forwards and backwards."""
+        late = (
+            2 * batch - self.forward(batch, i, stage) - self.backward(batch, i, stage)
+            for i in range(microbatches)
+        )
+        return sum(late) / (2 * microbatches)
 
 
 def fixed_delay(delay: Callable[[int], int]) -> VersionRule:
@@ -130,12 +160,29 @@ def fixed_delay(delay: Callable[[int], int]) -> VersionRule:
     )
 
 
-def _nothing(pipeline: Pipeline, microbatches: int) -> list[str]:
+def extra_ahead(pipeline: Pipeline, stage: int) -> int:
+    """e_s: how many microbatches more than w a stage runs ahead, floor(w (e + 1) / p).
+
+    A link makes up for late messages if the stage before it runs two microbatches ahead of the
+    stage behind it instead of one: a slot of the two then has room for 2 t_f + 2 t_b instead of
+    t_f + t_b and two messages. The e extra microbatches are spread over e of the p - 1 links at
+    equal distances: with e + 1 nodes of p / (e + 1) stages each, those between nodes, and with
+    e = p - 1 all of them.
+    """
+    warmup = pipeline.stages - 1 - stage
+    return warmup * (pipeline.extra_warmup + 1) // pipeline.stages
+
+
+def _no_notes(pipeline: Pipeline, microbatches: int) -> list[str]:
+    return []
+
+
+def _no_problems(pipeline: Pipeline, microbatches: int) -> list[Problem]:
     return []
 
 
 def _ahead_by_warmup(pipeline: Pipeline, stage: int, microbatches: int) -> int:
-    return pipeline.stages - 1 - stage
+    return warmup_microbatches(pipeline.stages, stage) + extra_ahead(pipeline, stage)
 
 
 def _one(pipeline: Pipeline) -> int:
@@ -168,8 +215,11 @@ class Schedule:
         equal_batches: whether all batches need the same number of microbatches on several stages.
         interleaved: whether each stage has several model chunks.
         emulated_stages: P, if one stage trains with the delays of P of them; else None.
+        extra_warmup: whether it can have more microbatches in flight than 1F1B.
         flags: its own.
-        problems: what of the flags and of a number of microbatches cannot be run, a sentence each.
+        notes: what of its choices a run is to be told at its start, from the pipeline and the
+            smallest number of microbatches of a batch; no full stop at the end.
+        problems: what of the flags cannot be run, likewise.
     """
 
     name: str
@@ -185,8 +235,10 @@ class Schedule:
     equal_batches: bool = False
     interleaved: bool = False
     emulated_stages: Callable[[Pipeline], int | None] = _not_emulated
+    extra_warmup: bool = False
     flags: tuple[Flag, ...] = ()
-    problems: Callable[[Pipeline, int], list[str]] = _nothing
+    notes: Callable[[Pipeline, int], list[str]] = _no_notes
+    problems: Callable[[Pipeline, int], list[Problem]] = _no_problems
 
     def batches_in_flight(self, pipeline: Pipeline, stage: int, microbatches: int) -> int:
         """How many batches have microbatches in flight on a stage at once."""

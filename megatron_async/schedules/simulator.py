@@ -9,7 +9,9 @@ The waits that cross stages:
 
 - A receive ends when the tensor has arrived, `latency` after it was sent. Sends are buffered, or,
   with `rendezvous`, a transfer begins when both sides have come to it and both wait for its end, as
-  with gloo and with NCCL. A combined operation ends when both of its halves have.
+  with gloo and with NCCL. A combined operation ends when both of its halves have. A receive that is
+  posted has been come to when it is posted; a send that nobody waits for is not waited for with
+  `rendezvous` either, and the sender goes on.
 - `UPDATE` is Megatron's own step: it begins when every stage has come to it (the norm of the
   gradient) and ends when every stage has finished it (the success flag).
 - `LAUNCH_UPDATE` waits for nobody, except that stage 0 gathers the other stages' parts, all of
@@ -29,6 +31,7 @@ from megatron_async.schedules.actions import (
     COMPUTE,
     GATHERS,
     REDUCTIONS,
+    UNWAITED_SENDS,
     UPDATES,
     Action,
     Kind,
@@ -324,6 +327,9 @@ class _Run:
         return now
 
     def _communicate(self, stage: int, action: Action, now: float) -> Event | None:
+        posted = action.posted(stages=self.stages)
+        if posted is not None:
+            self.receives.setdefault(posted, now)
         sent = action.sent(stages=self.stages, chunks=self.chunks)
         received = action.received(stages=self.stages, chunks=self.chunks)
         end = now
@@ -337,7 +343,7 @@ class _Run:
             if self.rendezvous:
                 begin = max(begin, self.receives[received])
             end = max(end, begin + self.latency)
-        if sent is not None and self.rendezvous:
+        if sent is not None and self.rendezvous and action.kind not in UNWAITED_SENDS:
             if sent not in self.receives:
                 return None
             end = max(end, max(self.sends[sent], self.receives[sent]) + self.latency)

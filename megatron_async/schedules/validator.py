@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from megatron_async.schedules.actions import (
     COMPUTE,
+    FINISHED_RECEIVES,
     GATHERS,
     REDUCTIONS,
+    UNWAITED_SENDS,
     UPDATES,
     Action,
     Kind,
@@ -88,8 +90,8 @@ def validate(
     for stage, actions in zip(stages, lists, strict=True):
         for position, action in enumerate(actions):
             stage.take(position, action)
-    _check_ends(stages)
-    _check_transfers(lists, chunks)
+    drained = _check_ends(stages)
+    _check_transfers(lists, chunks, drained=drained)
 
 
 class _Stage:
@@ -123,6 +125,8 @@ class _Stage:
         self.finished: defaultdict[int, set[_Microbatch]] = defaultdict(set)
         self.arrived: set[Transfer] = set()
         self.sent: set[Transfer] = set()
+        self.posted: set[Transfer] = set()
+        """Receives that were posted and not waited for."""
         self.reduced = start - 1
         """The last batch whose gradients are reduced."""
         self.reducing: int | None = None
@@ -302,15 +306,25 @@ class _Stage:
             if sent in self.sent:
                 return "it is sent a second time"
             self.sent.add(sent)
+        posted = action.posted(stages=self.stages)
+        if posted is not None:
+            if posted in self.posted or posted in self.arrived:
+                return "its receive is posted a second time"
+            self.posted.add(posted)
         received = action.received(stages=self.stages, chunks=self.chunks)
         if received is not None:
             if received in self.arrived:
                 return "it is received a second time"
+            if action.kind in FINISHED_RECEIVES:
+                if received not in self.posted:
+                    return "its receive was not posted"
+                self.posted.discard(received)
             self.arrived.add(received)
         return None
 
 
-def _check_ends(stages: Sequence[_Stage]) -> None:
+def _check_ends(stages: Sequence[_Stage]) -> bool:
+    """Whether the pipeline is drained."""
     drained = all(not stage.in_flight for stage in stages)
     for stage in stages:
         left = len(stage.in_flight)
@@ -319,6 +333,10 @@ def _check_ends(stages: Sequence[_Stage]) -> None:
                 stage.stage,
                 f"the lists end with {left} microbatches in flight here, not {stage.ahead} as "
                 "between two calls, and not 0 on every stage as after the last",
+            )
+        if drained and stage.posted:
+            raise ScheduleError(
+                stage.stage, f"the lists end with a receive that is posted: {min(stage.posted)}"
             )
         # One stage alone never has microbatches in flight between calls, so there this is no end.
         if drained and len(stages) > 1 and stage.launched is not None:
@@ -331,10 +349,14 @@ def _check_ends(stages: Sequence[_Stage]) -> None:
                 f"its last update is that of batch {stage.last_launched}, stage 0's is that of "
                 f"batch {stages[0].last_launched}",
             )
+    return drained
 
 
-def _check_transfers(lists: Sequence[Sequence[Action]], chunks: int) -> None:
-    """On every channel (direction, sender, receiver) both ends name the same tensors in order."""
+def _check_transfers(lists: Sequence[Sequence[Action]], chunks: int, *, drained: bool) -> None:
+    """On every channel (direction, sender, receiver) both ends name the same tensors in order.
+
+    What nobody waits for may still be on its way where the pipeline is not drained.
+    """
     stages = len(lists)
     channel = tuple[bool, int, int]
     sent: defaultdict[channel, list[tuple[Transfer, int]]] = defaultdict(list)
@@ -362,6 +384,8 @@ def _check_transfers(lists: Sequence[Sequence[Action]], chunks: int) -> None:
             out, position = sent[key][index]
             action = lists[sender][position]
             if index >= len(received[key]):
+                if not drained and action.kind in UNWAITED_SENDS:
+                    break
                 raise ScheduleError(
                     sender, f"stage {receiver} never receives what it sends", position, action
                 )

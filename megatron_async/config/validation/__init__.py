@@ -20,7 +20,7 @@ from megatron_async.config.settings import AsyncConfig
 from megatron_async.config.validation import emulation, own_flags, schedule, training, unwise
 from megatron_async.config.validation.rule import Facts, Rule, Scope, Subject
 
-__all__ = ["ArgumentError", "Facts", "Rule", "check", "enforce", "rules"]
+__all__ = ["ArgumentError", "Facts", "Rule", "check", "enforce", "notes", "rules"]
 
 _EXIT_CODE: Final = 2  # argparse's own
 
@@ -80,6 +80,8 @@ def check(
     )
     broken = [rule for rule in rules() if _in_scope(rule, subject) and rule.applies(subject)]
     problems = [rule.message(subject) for rule in broken if not rule.warning]
+    if not problems:  # else the numbers that it goes by may make no sense
+        problems = schedule.own_problems(subject)
     if problems:
         raise ArgumentError(problems)
     return [rule.message(subject) for rule in broken]
@@ -87,6 +89,21 @@ def check(
 
 def _in_scope(rule: Rule, subject: Subject) -> bool:
     return rule.scope is Scope.ALWAYS or subject.config.asynchronous
+
+
+def notes(args: argparse.Namespace, facts: Facts | None = None) -> list[str]:
+    """Return what a run is to be told of the schedule's choices, a sentence each.
+
+    Args:
+        args: Megatron's namespace, checked.
+        facts: as for :func:`check`.
+    """
+    subject = Subject(
+        args=args,
+        config=AsyncConfig.from_args(args),
+        facts=Facts.current() if facts is None else facts,
+    )
+    return schedule.own_notes(subject)
 
 
 def enforce(

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from megatron_async.config.arguments import flags
 from megatron_async.config.validation.rule import Rule, Scope, Subject, dest_of, rule
+from megatron_async.config.validation.schedule import least_microbatches
 from megatron_async.corrections import CORRECTIONS
 from megatron_async.megatron import releases
 from megatron_async.optimizers import OPTIMIZERS
@@ -26,6 +27,10 @@ def _names(names: list[str] | tuple[str, ...]) -> str:
     return " or ".join(names)
 
 
+def _extra_warmups() -> str:
+    return _names([each.name for each in SCHEDULES if each.extra_warmup])
+
+
 def _deferrable() -> str:
     return _names([each.name for each in SCHEDULES if each.asynchronous and each.deferrable])
 
@@ -40,13 +45,10 @@ def _any_delay() -> str:
 
 def _longer_delays(subject: Subject) -> bool:
     """Whether delays exceed one step, or differ between stages."""
-    delays = subject.delays(1 if subject.config.schedule_record is None else _microbatches(subject))
+    if subject.config.schedule_record is None:
+        return False
+    delays = subject.delays(max(least_microbatches(subject), 1))
     return bool(delays) and (max(delays) > 1 or min(delays) != max(delays))
-
-
-def _microbatches(subject: Subject) -> int:
-    # Not of a module beside this one: only whether delays differ matters here.
-    return max(subject.stages, 1)
 
 
 RULES: Final[tuple[Rule, ...]] = (
@@ -126,7 +128,29 @@ RULES: Final[tuple[Rule, ...]] = (
             ("--deferred-update", None),
             ("--grad-norm-scope", "global"),
             ("--second-grad-buffer", False),
+            ("--pipeline-extra-warmup", 0),
         )
+    ),
+    rule(
+        "--pipeline-extra-warmup",
+        lambda s: f"{s.config.schedule} has no more microbatches in flight than 1F1B",
+        lambda s: f"Use --pipeline-schedule {_extra_warmups()}, or drop it.",
+        when=lambda s: (
+            s.config.extra_warmup > 0
+            and s.config.schedule_record is not None
+            and not s.config.schedule_record.extra_warmup
+        ),
+        name="no_extra_warmup",
+    ),
+    rule(
+        "--pipeline-extra-warmup",
+        lambda s: (
+            f"{s.config.extra_warmup} links between stages are to be made up for, and {s.stages} "
+            f"stages have {s.stages - 1}"
+        ),
+        lambda s: f"Give at most {s.stages - 1}.",
+        when=lambda s: s.config.extra_warmup > s.stages - 1,
+        name="extra_warmup_stages",
     ),
     rule(
         "--deferred-update",

@@ -78,7 +78,9 @@ class Subject:
     def pipeline(self) -> Pipeline:
         """What the schedule's lists are made for."""
         return self.config.pipeline(
-            stages=self.stages, gather_ahead=bool(self.get("overlap_param_gather"))
+            stages=self.stages,
+            gather_ahead=bool(self.get("overlap_param_gather")),
+            replicas=self.replicas * int(self.get("context_parallel_size", 1)),
         )
 
     @property

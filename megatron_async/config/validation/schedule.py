@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from megatron_async.config.validation.rule import Rule, Subject, dest_of, given, rule
 from megatron_async.megatron.training import step_batch_sizes
 
-__all__ = ["RULES", "batch_sizes"]
+__all__ = ["RULES", "batch_sizes", "least_microbatches", "own_notes", "own_problems"]
 
 
 class _Step(NamedTuple):
@@ -108,7 +108,7 @@ def _is_uneven(subject: Subject) -> str:
     )
 
 
-def _microbatches(subject: Subject) -> int:
+def least_microbatches(subject: Subject) -> int:
     """The least number of microbatches of an asynchronous iteration."""
     samples = int(subject.get("micro_batch_size")) * subject.replicas
     return min(size // samples for size in batch_sizes(subject))
@@ -120,11 +120,13 @@ def _least(subject: Subject) -> int:
 
 
 def _too_few(subject: Subject) -> str:
-    p, m, least = subject.stages, _microbatches(subject), _least(subject)
+    p, m, least = subject.stages, least_microbatches(subject), _least(subject)
     samples = int(subject.get("micro_batch_size")) * subject.replicas
+    extra = subject.config.extra_warmup
+    more = f" with --pipeline-extra-warmup {extra}" if extra else ""
     return (
-        f"a batch has {m} microbatches, and {p} stages need at least {least}: the first stage runs "
-        f"{least} microbatches ahead of the last and must not run past the next batch "
+        f"a batch has {m} microbatches, and {p} stages need at least {least}{more}: the first "
+        f"stage runs {least} microbatches ahead of the last and must not run past the next batch "
         f"(microbatches = global batch / (micro batch * data parallel size); {least} are "
         f"{least * samples} samples)"
     )
@@ -134,16 +136,26 @@ def _short(flag: str) -> Callable[[Subject], bool]:
     """Whether the batch size comes from ``flag``, and a batch has too few microbatches."""
     return lambda s: (
         (flag == "--step-batch-size-schedule") == (s.get("step_batch_size_schedule") is not None)
-        and _microbatches(s) < _least(s)
+        and least_microbatches(s) < _least(s)
     )
 
 
-def _problems(subject: Subject) -> list[str]:
-    """What the schedule itself has against its flags."""
+def own_problems(subject: Subject) -> list[str]:
+    """What the schedule itself has against its flags, a message each."""
     record = subject.config.schedule_record
-    if record is None or _microbatches(subject) < _least(subject):
+    if record is None or subject.stages < 1 or least_microbatches(subject) < _least(subject):
         return []
-    return record.problems(subject.pipeline, _microbatches(subject))
+    problems = record.problems(subject.pipeline, least_microbatches(subject))
+    return [problem.message for problem in problems]
+
+
+def own_notes(subject: Subject) -> list[str]:
+    """What the schedule has to say of its choices, a sentence each."""
+    record = subject.config.schedule_record
+    if record is None:
+        return []
+    notes = record.notes(subject.pipeline, least_microbatches(subject))
+    return [f"{record.name}: {note}." for note in notes]
 
 
 def _equal_batches(subject: Subject) -> bool:
@@ -175,13 +187,6 @@ _PIPELINE = (
             when=_short(flag),
         )
         for flag in ("--global-batch-size", "--step-batch-size-schedule")
-    ),
-    rule(
-        "--pipeline-schedule",
-        lambda s: "; ".join(_problems(s)),
-        "Change it.",
-        when=lambda s: bool(_problems(s)),
-        name="schedule_problems",
     ),
     rule(
         "--step-batch-size-schedule",
@@ -392,10 +397,13 @@ _WEIGHTS = (
         "--second-grad-buffer",
         lambda s: (
             f"the update is launched after the next batch's first backward, which leaves time for "
-            f"it with at least {s.stages} microbatches, and a batch has {_microbatches(s)}"
+            f"it with at least {s.stages + s.config.extra_warmup} microbatches, and a batch has "
+            f"{least_microbatches(s)}"
         ),
         "Raise --global-batch-size, or drop it.",
-        when=lambda s: s.config.second_grad_buffer and _microbatches(s) < s.stages,
+        when=lambda s: (
+            s.config.second_grad_buffer and least_microbatches(s) < s.stages + s.config.extra_warmup
+        ),
         name="second_grad_buffer_microbatches",
     ),
     rule(
