@@ -2,22 +2,20 @@
 
 import argparse
 import copy
-from dataclasses import replace
 from typing import Any
 
 from megatron_async.config.arguments import flags
 from megatron_async.config.settings import set_defaults
 from megatron_async.config.validation import ArgumentError, Facts, check
 from megatron_async.config.validation.rule import dest_of
-from megatron_async.schedules.pipedream_2bw import PIPEDREAM_2BW
 
 __all__ = [
     "ASYNC",
-    "AWKWARD",
     "CASES",
     "DEFAULTS",
     "EMULATED",
     "FACTS",
+    "FRESH",
     "LAYOUT",
     "MODEL",
     "ONE_STAGE",
@@ -31,15 +29,6 @@ __all__ = [
 ]
 
 DEFAULTS = {dest: flag.default for dest, flag in flags().items()}
-AWKWARD = replace(
-    PIPEDREAM_2BW,
-    name="awkward",
-    problems=lambda pipeline, microbatches: [
-        f"there are {pipeline.stages} stages",
-        f"a batch has {microbatches} microbatches",
-    ],
-)
-"""A schedule with something against its own flags; it is not registered."""
 FACTS = Facts(megatron_version="0.19.2")
 ASYNC = ["--pipeline-schedule", "pipedream-2bw"]
 MODEL = [
@@ -98,6 +87,7 @@ MOE = ["--num-experts", "8"]
 STAGE_NORM = ["--grad-norm-scope", "stage"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 UNDEFERRED = ["--no-deferred-update"]
+FRESH = ["--pipeline-schedule", "fresh-2bw"]
 PIPEDREAM = ["--pipeline-schedule", "pipedream"]
 ONE_STAGE = ["--pipeline-model-parallel-size", "1"]
 EMULATED = ["--emulate-pipeline-stages", "4"]
@@ -153,6 +143,15 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {},
     ),
     "emulate_pipeline_stages_misplaced": ([*ONE_STAGE, *EMULATED], {}),
+    "pipeline_extra_warmup_with_default_schedule": (
+        ["--pipeline-schedule", "default", "--pipeline-extra-warmup", "1"],
+        {},
+    ),
+    "pipeline_extra_warmup_range": (["--pipeline-extra-warmup", "-1"], {}),
+    "no_extra_warmup": ([*PIPEDREAM, "--pipeline-extra-warmup", "1"], {}),
+    "extra_warmup_stages": (["--pipeline-extra-warmup", "4"], {}),
+    "delayed_microbatches_range": ([*FRESH, "--delayed-microbatches", "-1"], {}),
+    "delayed_microbatches_misplaced": (["--delayed-microbatches", "all"], {}),
     "stage_norm_undeferred": ([*STAGE_NORM, *UNTIED, *UNDEFERRED], {}),
     "stage_norm_tied": (STAGE_NORM, {}),
     "second_grad_buffer": (["--second-grad-buffer", "--overlap-grad-reduce", *UNDEFERRED], {}),
@@ -215,7 +214,6 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         [*PIPEDREAM, *ONE_STAGE, "--emulate-pipeline-stages", "3"],
         {},
     ),
-    "schedule_problems": (["--pipeline-schedule", AWKWARD.name], {}),
     "no_delay_on_a_single_stage": ([*PIPEDREAM, *ONE_STAGE], {}),
     "global_batch_size": (["--global-batch-size", "2"], {}),
     "step_batch_size_schedule": (["--step-batch-size-schedule", "0:2 1280:8"], {}),

@@ -1,15 +1,12 @@
 """Megatron's parser with the flags of the package."""
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from megatron_async.config.arguments import add_arguments
 from megatron_async.optimizers import OPTIMIZERS, add_optimizer_arguments
-from megatron_async.schedules import SCHEDULES
-from tests.config.cases import AWKWARD
 
 
 @pytest.fixture(scope="module")
@@ -18,14 +15,6 @@ def parser() -> argparse.ArgumentParser:
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return add_optimizer_arguments(add_arguments(parser))
-
-
-@pytest.fixture
-def awkward_schedule() -> Iterator[None]:
-    """A schedule with something against its own flags."""
-    SCHEDULES.register(AWKWARD)
-    yield
-    SCHEDULES.unregister(AWKWARD.name)
 
 
 @pytest.fixture(params=[False])

@@ -1,20 +1,14 @@
-"""The flags: what they are called, what they default to, and the settings made of them."""
+"""The flags: what they are called, what they default to, and whether they are used."""
 
 import argparse
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
-from megatron_async.config.arguments import (
-    CORRECTIONS,
-    DEFAULTS,
-    SCHEDULES,
-    AsyncConfig,
-    add_arguments,
-    set_defaults,
-    used,
-    used_in,
-)
+from megatron_async.config.arguments import add_arguments, used, used_in
+from megatron_async.corrections import CORRECTIONS
+from megatron_async.schedules import SCHEDULES, asynchronous_names
+from tests.config.cases import DEFAULTS
 
 # dest -> (arguments, value)
 GIVEN: dict[str, tuple[list[str], object]] = {
@@ -27,6 +21,9 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "async_start_iteration": (["--async-start-iteration", "100"], 100),
     "deferred_update": (["--no-deferred-update"], False),
     "emulate_pipeline_stages": (["--emulate-pipeline-stages", "16"], 16),
+    "delayed_microbatches": (["--delayed-microbatches", "5"], 5),
+    "pipeline_extra_warmup": (["--pipeline-extra-warmup", "2"], 2),
+    "log_fingerprints": (["--log-fingerprints", "prints"], "prints"),
     "grad_norm_scope": (["--grad-norm-scope", "stage"], "stage"),
     "log_pipeline_bubble": (["--log-pipeline-bubble"], True),
     "second_grad_buffer": (["--second-grad-buffer"], True),
@@ -62,13 +59,32 @@ def test_abbreviations_are_not_taken() -> None:
     assert not used_in(["--pipeline-sched", "pipedream-2bw"])
 
 
-def test_help_names_the_schedules_and_corrections() -> None:
-    parser = argparse.ArgumentParser(formatter_class=argparse.RawTextHelpFormatter)
-    text = add_arguments(parser, schedules=["default", "zigzag"], corrections=["none", "magic"])
-    assert "One of: default, zigzag." in text.format_help()
-    assert "One of: none, magic." in text.format_help()
-    for name in (*SCHEDULES, *CORRECTIONS):
-        assert name in add_arguments(argparse.ArgumentParser()).format_help()
+def test_help_names_the_schedules_and_corrections_that_are_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def text() -> str:
+        parser = argparse.ArgumentParser(formatter_class=argparse.RawTextHelpFormatter)
+        return add_arguments(parser).format_help()
+
+    for name in (*asynchronous_names(), *CORRECTIONS.names):
+        assert name in text()
+    zigzag = replace(SCHEDULES["fresh-2bw"], name="zigzag", help="goes to and fro")
+    magic = replace(CORRECTIONS["nesterov"], name="magic", summary="undoes the delay")
+    monkeypatch.setattr(SCHEDULES, "_records", {"zigzag": zigzag})
+    monkeypatch.setattr(CORRECTIONS, "_records", {"magic": magic})
+    assert "'zigzag' goes to and fro. One of: default, zigzag." in text()
+    assert "'magic' undoes the delay. " in text()
+    assert "One of: none, magic." in text()
+
+
+def test_megatrons_own_schedules_are_not_offered() -> None:
+    assert {"1f1b", "interleaved"} <= set(SCHEDULES.names)
+    assert not {"1f1b", "interleaved"} & set(asynchronous_names())
+
+
+def test_the_number_of_delayed_microbatches_is_a_word_or_a_number() -> None:
+    for text, value in (("fewest", "fewest"), ("all", "all"), ("7", 7)):
+        assert parse("--delayed-microbatches", text).delayed_microbatches == value
 
 
 def test_flags_stand_beside_megatrons_in_a_group_of_their_own() -> None:
@@ -92,6 +108,8 @@ def test_flags_stand_beside_megatrons_in_a_group_of_their_own() -> None:
         ["--async-start-iteration", "1.5"],
         ["--emulate-pipeline-stages", "many"],
         ["--grad-norm-scope", "tensor"],
+        ["--delayed-microbatches", "some"],
+        ["--pipeline-extra-warmup", "0.5"],
     ],
 )
 def test_values_of_the_wrong_type_end_the_run(
@@ -100,103 +118,3 @@ def test_values_of_the_wrong_type_end_the_run(
     with pytest.raises(SystemExit):
         parse(*argv)
     assert argv[0] in capsys.readouterr().err
-
-
-def test_settings_of_a_namespace_without_the_flags() -> None:
-    config = AsyncConfig.from_args(argparse.Namespace())
-    assert config == AsyncConfig() == AsyncConfig.from_args(parse())
-    assert not config.asynchronous
-    assert not config.corrected
-    assert not config.deferred_update
-
-
-def test_settings_of_every_flag() -> None:
-    argv = [argument for arguments, _ in GIVEN.values() for argument in arguments]
-    config = AsyncConfig.from_args(parse(*argv))
-    assert config == AsyncConfig(
-        cpu=True,
-        schedule="pipedream-2bw",
-        correction="error-feedback",
-        correction_strength=0.5,
-        correction_adapts=True,
-        correction_momentum=0.9,
-        start_iteration=100,
-        deferred_update=False,
-        grad_norm_scope="stage",
-        log_bubble=True,
-        second_grad_buffer=True,
-        emulated_stages=16,
-    )
-    assert config.asynchronous
-    assert config.corrected
-    assert config.correction_label == "error-feedback with adaptive strength"
-    assert config.correction_kind is not None
-    assert config.correction_kind.name == "error-feedback"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.cpu = False  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("argv", "deferred"),
-    [
-        ([], False),
-        (["--pipeline-schedule", "pipedream-2bw"], True),
-        (["--pipeline-schedule", "pipedream-2bw", "--deferred-update"], True),
-        (["--pipeline-schedule", "pipedream-2bw", "--no-deferred-update"], False),
-        (["--pipeline-schedule", "pipedream"], False),
-        (["--pipeline-schedule", "pipedream", "--deferred-update"], True),  # which is refused
-    ],
-)
-def test_the_update_is_deferred_by_default_where_the_schedule_is_asynchronous(
-    argv: list[str], deferred: bool
-) -> None:
-    args = parse(*argv)
-    assert AsyncConfig.from_args(args).deferred_update is deferred
-    args.rerun_mode = "disabled"
-    set_defaults(args)
-    assert AsyncConfig.from_args(args).deferred_update is deferred
-
-
-def test_the_update_of_pipedream_is_not_deferred_with_a_notice() -> None:
-    args = parse("--pipeline-schedule", "pipedream")
-    args.rerun_mode = "disabled"
-    (notice,) = set_defaults(args)
-    assert "--no-deferred-update" in notice
-    assert set_defaults(args) == []
-    given = parse("--pipeline-schedule", "pipedream", "--no-deferred-update")
-    given.rerun_mode = "disabled"
-    assert set_defaults(given) == []
-
-
-def test_stages_are_emulated_with_pipedream_alone() -> None:
-    stages = ["--emulate-pipeline-stages", "8"]
-    pipedream = parse("--pipeline-schedule", "pipedream", *stages)
-    assert AsyncConfig.from_args(pipedream).emulated_pipeline == 8
-    two_versions = parse("--pipeline-schedule", "pipedream-2bw", *stages)
-    assert AsyncConfig.from_args(two_versions).emulated_pipeline is None
-    assert AsyncConfig.from_args(two_versions).emulated_stages == 8
-
-
-def test_reruns_are_disabled_with_a_notice() -> None:
-    args = parse("--pipeline-schedule", "pipedream-2bw")
-    args.rerun_mode = "validate_results"
-    (notice,) = set_defaults(args)
-    assert args.rerun_mode == "disabled"
-    assert "--rerun-mode disabled" in notice
-    assert "pipedream-2bw" in notice
-    assert set_defaults(args) == []
-
-
-def test_other_settings_of_reruns_are_left_to_the_checks() -> None:
-    args = parse("--pipeline-schedule", "pipedream-2bw")
-    args.rerun_mode = "report_stats"
-    assert set_defaults(args) == []
-    assert args.rerun_mode == "report_stats"
-
-
-def test_nothing_is_adjusted_with_the_default_schedule() -> None:
-    args = parse("--log-pipeline-bubble", "--cpu")
-    args.rerun_mode = "validate_results"
-    before = dict(vars(args))
-    assert set_defaults(args) == []
-    assert vars(args) == before

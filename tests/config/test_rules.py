@@ -7,7 +7,7 @@ import pytest
 from megatron_async.config.validation import Facts, Rule, Scope, check, rules
 from tests.config.cases import ASYNC, CASES, DEFAULTS, FACTS, PLAIN, parse, problems
 
-pytestmark = pytest.mark.usefixtures("awkward_schedule", "adaptive_muon_runs")
+pytestmark = pytest.mark.usefixtures("adaptive_muon_runs")
 
 RULES = rules()
 

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_async.config.validation import ArgumentError, Facts, check, enforce
+from megatron_async.config.validation import ArgumentError, Facts, check, enforce, notes
 from tests.config.cases import (
     ASYNC,
     EMULATED,
     FACTS,
+    FRESH,
     ONE_STAGE,
     PIPEDREAM,
     PLAIN,
@@ -51,6 +52,11 @@ from tests.support.torchrun import run_torchrun
         (["--dataloader-type", "cyclic", "--async-start-iteration", "5"], 4),
         (["--ckpt-assume-constant-structure", "--async-save"], 4),
         (["--eval-iters", "0", "--use-tp-pp-dp-mapping"], 8),
+        (["--pipeline-extra-warmup", "3"], 4),
+        (["--pipeline-extra-warmup", "1", *FRESH, "--delayed-microbatches", "6"], 4),
+        ([*FRESH, "--no-deferred-update"], 4),
+        ([*FRESH, "--delay-correction", "error-feedback", "--optimizer", "adam"], 4),
+        (["--pipeline-schedule", "paci", "--delayed-microbatches", "all"], 4),
         ([*PIPEDREAM, "--no-deferred-update", "--log-params-norm"], 4),
         ([*PIPEDREAM, "--global-batch-size", "1"], 4),
         ([*PIPEDREAM, "--delay-correction", "nesterov"], 4),
@@ -151,6 +157,69 @@ def test_a_flag_of_another_schedule_or_correction_is_refused(
     errors, _ = problems(parse(parser, [*PLAIN, *ASYNC, *argv]))
     flag = next(each for each in argv if each.startswith(("--emulate", "--delay-correction-")))
     assert errors == [f"{flag}: it belongs to {belongs}, and {chosen}. Add that, or drop it."]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            [*FRESH, "--delayed-microbatches", "2"],
+            (
+                "--delayed-microbatches: 2 of 8 microbatches cannot be what is delayed, at least 3 "
+                "have to be (3 for 4 pipeline stages). Give a number from 3 to 8, fewest or all."
+            ),
+        ),
+        (
+            [*FRESH, "--delayed-microbatches", "9", "--pipeline-extra-warmup", "2"],
+            (
+                "--delayed-microbatches: 9 of 8 microbatches cannot be what is delayed, at least 5 "
+                "have to be (3 for 4 pipeline stages, 2 for --pipeline-extra-warmup). Give a number "
+                "from 5 to 8, fewest or all."
+            ),
+        ),
+        (
+            ["--pipeline-schedule", "paci", "--no-deferred-update"],
+            (
+                "--no-deferred-update: which microbatches drift follows from where the deferred update "
+                "is made. Drop it."
+            ),
+        ),
+        (
+            ["--pipeline-schedule", "paci", "--overlap-param-gather"],
+            (
+                "--overlap-param-gather: the only copy of the weights would be computed on while it is "
+                "gathered. Drop it."
+            ),
+        ),
+    ],
+)
+def test_what_a_schedule_has_against_its_flags_is_listed(
+    parser: argparse.ArgumentParser, argv: list[str], message: str
+) -> None:
+    errors, _ = problems(parse(parser, [*PLAIN, *ASYNC, *argv]))
+    assert errors == [message]
+
+
+def test_a_schedule_is_not_asked_about_numbers_that_make_no_sense(
+    parser: argparse.ArgumentParser,
+) -> None:
+    argv = [*PLAIN, *FRESH, "--delayed-microbatches", "2", "--global-batch-size", "1"]
+    assert len(problems(parse(parser, argv))[0]) == 1
+
+
+def test_a_run_is_told_how_many_microbatches_are_delayed_and_why(
+    parser: argparse.ArgumentParser,
+) -> None:
+    (note,) = notes(parse(parser, [*PLAIN, *FRESH]), FACTS)
+    assert note == (
+        "fresh-2bw: 3 of 8 microbatches of a batch run on the weights before the newest (3 for 4 "
+        "pipeline stages): a mean delay of 0.375 of an update."
+    )
+    (note,) = notes(parse(parser, [*PLAIN, *FRESH, "--delayed-microbatches", "all"]), FACTS)
+    assert "8 of 8 microbatches" in note
+    assert "(--delayed-microbatches all): a mean delay of 1 of an update." in note
+    assert notes(parse(parser, [*PLAIN, *ASYNC]), FACTS) == []
+    assert notes(parse(parser, PLAIN), FACTS) == []
 
 
 def test_all_problems_are_listed(parser: argparse.ArgumentParser) -> None:
