@@ -173,22 +173,22 @@ def test_a_flag_of_another_schedule_or_correction_is_refused(
             [*FRESH, "--delayed-microbatches", "9", "--pipeline-extra-warmup", "2"],
             (
                 "--delayed-microbatches: 9 of 8 microbatches cannot be what is delayed, at least 5 "
-                "have to be (3 for 4 pipeline stages, 2 for --pipeline-extra-warmup). Give a number "
-                "from 5 to 8, fewest or all."
+                "have to be (3 for 4 pipeline stages, 2 for --pipeline-extra-warmup). Give a "
+                "number from 5 to 8, fewest or all."
             ),
         ),
         (
             ["--pipeline-schedule", "paci", "--no-deferred-update"],
             (
-                "--no-deferred-update: which microbatches drift follows from where the deferred update "
-                "is made. Drop it."
+                "--no-deferred-update: which microbatches drift follows from where the deferred "
+                "update is made. Drop it."
             ),
         ),
         (
             ["--pipeline-schedule", "paci", "--overlap-param-gather"],
             (
-                "--overlap-param-gather: the only copy of the weights would be computed on while it is "
-                "gathered. Drop it."
+                "--overlap-param-gather: the only copy of the weights would be computed on while "
+                "it is gathered. Drop it."
             ),
         ),
     ],

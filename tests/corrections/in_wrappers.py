@@ -15,8 +15,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
-from megatron_async.corrections import make_correction
-from megatron_async.weights.versions import inner_optimizers
+from megatron_async.megatron.optimizers import inner_optimizers
+from tests.corrections.building import make_correction
 
 UPDATES = (1.0, 10.0, 100.0)
 CASES: dict[str, tuple[dict[str, Any], Sequence[float]]] = {

@@ -191,7 +191,8 @@ def test_goes_on_from_a_saved_buffer() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     resumed = torch.optim.SGD([torch.nn.Parameter(parameter.detach().clone())], lr=1.0)
     resumed.load_state_dict(saved)
-    ErrorFeedback(resumed, strength=2.0).enable(applied=0.5)
+    correction = ErrorFeedback(resumed, strength=2.0)
+    correction.load_state_dict({"started": True, "applied": 0.5})
     # x_3 = x_2 + 0.5 * 10 - 100 - 2 * 100
     assert float(_step(resumed, [torch.tensor(100.0)])[0]) == -15.5 + 5.0 - 300.0
 
@@ -248,7 +249,7 @@ def test_a_changed_strength_takes_back_what_was_added() -> None:
     after.make_buffers()
     assert after.buffered
     resumed.state[parameter][UPDATE].copy_(optimizer.state[parameter][UPDATE])
-    after.enable(applied=1.0)
+    after.load_state_dict(correction.state_dict())
     optimizer = resumed
     assert step(100.0) == -1.0 - 10.0 - 100.0 + 1.0 - 50.0
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_async.corrections.catalogue import CATALOGUE
 
-from megatron_async.config.arguments import CORRECTIONS, NO_CORRECTION
-from megatron_async.corrections import correction_names, make_correction, register
+from megatron_async.corrections import CORRECTIONS
 from megatron_async.corrections.adaptive_error_feedback import agreement
 from megatron_async.corrections.base import STATE_PREFIX, DelayCorrection, correction_of
+from tests.corrections.building import make_correction, settings_of
 from tests.corrections.test_error_feedback import OPTIMIZERS
 
 type Weights = list[torch.Tensor]
@@ -378,7 +377,9 @@ def test_goes_on_from_a_state_dict(name: str) -> None:
     resumed = make([torch.nn.Parameter(value.clone()) for value in middle])
     resumed.load_state_dict(saved)
     correction = make_correction(optimizer=resumed, **settings)
-    correction.enable(applied=settings.get("strength", 1.0))
+    first = correction_of(optimizer)
+    assert first is not None
+    correction.load_state_dict(first.state_dict())
     for gradient in gradients[5:]:
         for x, y in zip(step(resumed, gradient), step(optimizer, gradient), strict=True):
             assert torch.equal(x, y)
@@ -408,8 +409,7 @@ def test_buffers_are_those_that_are_announced(name: str) -> None:
     step(optimizer, Problem().gradients(0, Problem().start))
     correction = correction_of(optimizer)
     assert correction is not None
-    kind = CATALOGUE[correction.name]
-    wanted = kind.buffers_with(adaptive_strength=settings.get("adaptive_strength", False))
+    wanted = CORRECTIONS[correction.name].buffers_with(settings_of(**settings))
     for p, state in optimizer.state.items():
         buffers = {key for key in state if key.startswith(STATE_PREFIX)}
         assert buffers == set(correction.state_keys)
@@ -445,27 +445,43 @@ def test_measures_its_size(name: str) -> None:
     assert correction.squares is None
 
 
-def test_names_are_those_of_the_flag() -> None:
-    assert {NO_CORRECTION, *correction_names()} == set(CORRECTIONS)
-    for name in correction_names():
-        correction = make_correction(name, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
-        assert correction.name == name
-        assert CATALOGUE[name].name == name
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_error_feedback_is_as_strong_as_a_batch_is_delayed(share: float) -> None:
+    """Where only a part of each batch is delayed, by its share of the full correction."""
+
+    def path(strength: float, delay: float) -> list[Weights]:
+        optimizer = corrected(
+            OPTIMIZERS["adam"], Problem().start, name="error-feedback", strength=strength
+        )
+        correction = correction_of(optimizer)
+        assert correction is not None
+        correction.delay = delay
+        return [step(optimizer, Problem().gradients(k, Problem().start)) for k in range(STEPS)]
+
+    for these, those in zip(path(2.0, share), path(2.0 * share, 1.0), strict=True):
+        torch.testing.assert_close(these, those, rtol=1e-6, atol=1e-7)
+
+
+def test_each_name_is_that_of_its_class() -> None:
+    for record in CORRECTIONS:
+        correction = make_correction(
+            record.name, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        )
+        assert correction.name == record.name
 
 
 def test_what_cannot_be_made_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match="no such correction; there are: none, delay-comp"):
-        make_correction("magic", optimizer)
-    with pytest.raises(ValueError, match="nesterov has no adaptive strength"):
-        make_correction("nesterov", optimizer, adaptive_strength=True)
+    with pytest.raises(
+        ValueError, match="no such delay correction; there are: none, error-feedback, weight-pred"
+    ):
+        CORRECTIONS["magic"]
     with pytest.raises(ValueError, match=r"--delay-correction-momentum must be in \[0, 1\)"):
         make_correction("nesterov", optimizer, momentum=1.0)
-    with pytest.raises(ValueError, match="exists already"):
-        register("nesterov", make_correction)
-    for name in correction_names():
+    nothing: Any = object()
+    for record in CORRECTIONS:
         with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer"):
-            make_correction(name, object())
+            make_correction(record.name, nothing)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

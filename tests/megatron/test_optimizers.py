@@ -1,18 +1,14 @@
-"""Which delay each of an optimizer's own parameters has."""
+"""What Megatron's optimizers are made of."""
 
 from types import SimpleNamespace
 
 import torch
-from megatron_async.delays import optimizer_delays
 
-from megatron_async.weights.versions import WeightVersions
-
-
-def _model() -> tuple[torch.nn.Linear, WeightVersions]:
-    model = torch.nn.Linear(3, 2)
-    weights = WeightVersions(model, SimpleNamespace(), count=1)
-    weights.delays = [5, 2]
-    return model, weights
+from megatron_async.megatron.optimizers import (
+    distributed_optimizer_shards,
+    inner_optimizers,
+    model_parameters,
+)
 
 
 def _leaf(parameters: list[torch.Tensor], **more: object) -> SimpleNamespace:
@@ -20,36 +16,48 @@ def _leaf(parameters: list[torch.Tensor], **more: object) -> SimpleNamespace:
     return SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups), **more)
 
 
+def _names(leaf: SimpleNamespace, model: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """The name of the model's parameter that each of an optimizer's own stands for."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = model_parameters(leaf, list(names))
+    return {own: names[parameter] for own, parameter in found.items()}
+
+
 def test_optimizer_of_the_models_parameters() -> None:
-    model, weights = _model()
+    model = torch.nn.Linear(3, 2)
     leaf = _leaf([model.bias, model.weight])
-    assert optimizer_delays(leaf, weights) == {model.weight: 5, model.bias: 2}
+    assert _names(leaf, model) == {model.weight: "weight", model.bias: "bias"}
     # One of several optimizers has some of them.
-    assert optimizer_delays(_leaf([model.bias]), weights) == {model.bias: 2}
+    assert _names(_leaf([model.bias]), model) == {model.bias: "bias"}
 
 
 def test_optimizer_of_main_parameters() -> None:
-    model, weights = _model()
-    model.weight.main_param = torch.zeros(3)  # this rank's shard
+    model = torch.nn.Linear(3, 2)
+    main = torch.zeros(3)  # this rank's shard
+    model.weight.main_param = main
     model.bias.main_param = None
-    assert optimizer_delays(_leaf([model.weight.main_param]), weights) == {
-        model.weight.main_param: 5
-    }
+    assert _names(_leaf([main]), model) == {main: "weight"}
 
 
 def test_optimizer_of_shards_of_fp32_parameters() -> None:
-    model, weights = _model()
+    model = torch.nn.Linear(3, 2)
     shard = model.bias.detach()[:1]
     leaf = _leaf(
         [shard],
         model_fp32_groups=[[model.weight, model.bias]],
         shard_fp32_groups=[[None, shard]],
     )
-    assert optimizer_delays(leaf, weights) == {shard: 2}
+    assert _names(leaf, model) == {shard: "bias"}
+    # Shards of parameters that were not asked for are left out.
+    assert model_parameters(leaf, [model.weight]) == {}
 
 
-def test_versions_that_are_kept_for_a_delay_name_it() -> None:
-    model = torch.nn.Linear(3, 2)
-    weights = WeightVersions(model, SimpleNamespace(), count=4)
-    leaf = _leaf([model.weight, model.bias])
-    assert optimizer_delays(leaf, weights) == {model.weight: 3, model.bias: 3}
+def test_inner_optimizers_and_shards_of_nested_chains() -> None:
+    leaves = [SimpleNamespace(shard_fp32_groups=[[torch.zeros(1)]]) for _ in range(2)]
+    stub = SimpleNamespace(is_stub_optimizer=True)
+    chain = SimpleNamespace(
+        chained_optimizers=[SimpleNamespace(chained_optimizers=[leaves[0], stub]), leaves[1]]
+    )
+    assert inner_optimizers(chain) == leaves
+    assert len(distributed_optimizer_shards(chain)) == 2
+    assert inner_optimizers(stub) == []

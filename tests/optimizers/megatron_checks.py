@@ -26,7 +26,7 @@ from megatron.training.training import wrap_model_chunks_with_ddp
 
 from megatron_async import optimizers
 from megatron_async.optimizers.adan import Adan
-from megatron_async.optimizers.entries import _setting
+from megatron_async.optimizers.entries import _setting, put_into_megatron
 from megatron_async.optimizers.mars import MarsAdamW
 from megatron_async.optimizers.normuon import TensorParallelNorMuon
 from tests.optimizers.formula_checks import close, random, same, shards
@@ -49,12 +49,12 @@ HYPERPARAMETERS = {
 
 def check_registration() -> None:
     registry = megatron_registry._EMERGING_OPTIMIZERS
-    optimizers.register()
-    entries = {name: registry[name] for name in optimizers.NAMES}
-    optimizers.register()
+    put_into_megatron()
+    entries = {name: registry[name] for name in optimizers.own_names()}
+    put_into_megatron()
     assert all(registry[name] is entry for name, entry in entries.items())
     registry["mars"] = entries["adan"]  # as if a later Megatron had one of its own
-    optimizers.register()
+    put_into_megatron()
     assert registry["mars"] is entries["adan"]
     registry["mars"] = entries["mars"]
 
@@ -93,7 +93,7 @@ class Training:
         clip: float = 1.0,
     ) -> None:
         torch.manual_seed(0)
-        optimizers.register()
+        put_into_megatron()
         model_config = TransformerConfig(
             num_layers=1,
             hidden_size=16,
@@ -239,13 +239,13 @@ def compare_with_bare_optimizer(name: str, *, bf16: bool) -> None:
 
 def check_megatron_fp32() -> None:
     use_tensor_parallel_size(1)
-    for name in optimizers.NAMES:
+    for name in optimizers.own_names():
         compare_with_bare_optimizer(name, bf16=False)
 
 
 def check_megatron_bf16() -> None:
     use_tensor_parallel_size(1)
-    for name in optimizers.NAMES:
+    for name in optimizers.own_names():
         compare_with_bare_optimizer(name, bf16=True)
 
 
@@ -255,7 +255,7 @@ def check_megatron_layer_wise() -> None:
     Without clipping, since the two add up the gradient norm in another order.
     """
     use_tensor_parallel_size(1)
-    cases = [(name, False) for name in optimizers.NAMES] + [("normuon", True)]
+    cases = [(name, False) for name in optimizers.own_names()] + [("normuon", True)]
     for name, layout in cases:
         plain = Training(name, bf16=True, clip=0.0)
         spread = Training(name, bf16=True, clip=0.0, layer_wise=True, layout=layout)
@@ -322,7 +322,7 @@ def check_checkpoint_torch_dist() -> None:
     use_tensor_parallel_size(1)
     folder = shared_folder()
     path = Path(from_rank_0(folder and folder.name)) / "saved"
-    running = {name: Training(name, bf16=True) for name in optimizers.NAMES}
+    running = {name: Training(name, bf16=True) for name in optimizers.own_names()}
     for training in running.values():
         training.steps(0, 2)
     untouched = {n: [t.clone() for t in flat_state(r)] for n, r in running.items()}
@@ -330,7 +330,7 @@ def check_checkpoint_torch_dist() -> None:
     for name, tensors in untouched.items():
         for before, now in zip(tensors, flat_state(running[name]), strict=True):
             same(now, before)
-    resumed = {name: Training(name, bf16=True) for name in optimizers.NAMES}
+    resumed = {name: Training(name, bf16=True) for name in optimizers.own_names()}
     load(resumed, path)
     compare(running, resumed, same)
     for training in (*running.values(), *resumed.values()):
@@ -355,20 +355,20 @@ def check_checkpoint_of_another_tensor_parallel_size() -> None:
     use_tensor_parallel_size(1)
     folder = shared_folder()
     path = Path(from_rank_0(folder and folder.name))
-    whole = {name: Training(name) for name in optimizers.NAMES}
+    whole = {name: Training(name) for name in optimizers.own_names()}
     for training in whole.values():
         training.steps(0, 2)
     save(whole, path / "whole")
     use_tensor_parallel_size(2)
-    split = {name: Training(name) for name in optimizers.NAMES}
+    split = {name: Training(name) for name in optimizers.own_names()}
     load(split, path / "whole")
     for training in split.values():
         training.steps(2, 3)
     save(split, path / "split")
     use_tensor_parallel_size(1)
-    back = {name: Training(name) for name in optimizers.NAMES}
+    back = {name: Training(name) for name in optimizers.own_names()}
     load(back, path / "split")
-    continued = {name: Training(name) for name in optimizers.NAMES}
+    continued = {name: Training(name) for name in optimizers.own_names()}
     load(continued, path / "whole")
     for training in continued.values():
         training.steps(2, 3)

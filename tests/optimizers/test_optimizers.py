@@ -288,9 +288,10 @@ def test_flags_reach_a_parser_and_its_optimizer_choices():
     # OptimizerConfig's own defaults.
     assert (args.soap_shampoo_beta, args.soap_use_kl_shampoo) == (0.95, True)
     assert parser.parse_args(["--optimizer", "soap"]).optimizer == "soap"
-    optimizers.extend_optimizer_choices(parser)
+    # A second time nothing is added.
+    assert optimizers.add_optimizer_arguments(parser) is parser
     choices = parser._option_string_actions["--optimizer"].choices
-    assert list(choices) == ["adam", "soap", *optimizers.NAMES]
+    assert list(choices) == ["adam", "soap", *optimizers.own_names()]
     with pytest.raises(SystemExit):
         parser.parse_args(["--optimizer", "nosuch"])
 

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.weights.versions import (
-    WeightVersions,
-    distributed_optimizer_shards,
-    inner_optimizers,
-)
+from megatron_async.weights.versions import WeightVersions
 from tests.support.gpt import ASYNC, Value
 from tests.support.shared_jobs import Job, Results, job
 
@@ -95,7 +91,7 @@ def test_versions_that_are_gone_or_not_there_are_refused() -> None:
 def test_as_many_versions_as_are_asked_for(build: Any, count: int) -> None:
     model, optimizer = build()
     weights = WeightVersions(model, optimizer, count=count)
-    assert weights.delays == [count - 1, count - 1]
+    assert weights.count == count
     start = _values(model)
     for version in range(1, 10):
         with weights.next_version(), torch.no_grad():
@@ -254,19 +250,28 @@ def test_one_more_copy_of_the_weights() -> None:
         assert [sum(sizes.values()) for sizes in each] == [4 * elements] * 2
 
 
-def test_inner_optimizers_and_shards_of_nested_chains() -> None:
-    leaves = [SimpleNamespace(shard_fp32_groups=[[torch.zeros(1)]]) for _ in range(2)]
-    stub = SimpleNamespace(is_stub_optimizer=True)
-    chain = SimpleNamespace(
-        chained_optimizers=[SimpleNamespace(chained_optimizers=[leaves[0], stub]), leaves[1]]
-    )
-    assert inner_optimizers(chain) == leaves
-    assert len(distributed_optimizer_shards(chain)) == 2
-    assert inner_optimizers(stub) == []
-
-
 # Mutations: each leaves out one thing that has to be repointed.
 
+DROP = """
+from megatron_async.weights.versions import WeightVersions
+assert callable(WeightVersions.{name})
+WeightVersions.{name} = lambda self, side: None
+"""
+MUTATIONS = {
+    "parameters": DROP.format(name="_repoint_parameters"),
+    "flat buffers": DROP.format(name="_repoint_flat_buffers"),
+    "optimizer's shards": DROP.format(name="_repoint_shards"),
+    "cached shards": """
+from megatron_async.weights.versions import WeightVersions
+original = WeightVersions._repoint_flat_buffers
+def repoint(self, side):
+    kept = [group.cached_param_buffer_shard_list for group in self._bucket_groups]
+    original(self, side)
+    for group, shards in zip(self._bucket_groups, kept, strict=True):
+        group.cached_param_buffer_shard_list = shards
+WeightVersions._repoint_flat_buffers = repoint
+""",
+}
 PIPELINE: dict[str, Value] = {"pipeline_model_parallel_size": 2}
 DISTRIBUTED: dict[str, Value] = {"use_distributed_optimizer": True}
 
@@ -277,13 +282,13 @@ class MixUp:
     ranks: int
     flags: tuple[tuple[str, Value], ...]
 
-    def job(self, broken: str | None) -> Job:
-        # Where nothing is broken, a job of test_equality.py.
-        return job(self.ranks, broken=broken, **{**ASYNC, "clip_grad": 0.5, **dict(self.flags)})
+    def job(self, prelude: str) -> Job:
+        # Where nothing is broken, a job of tests/training/test_equality.py.
+        return job(self.ranks, prelude=prelude, **{**ASYNC, "clip_grad": 0.5, **dict(self.flags)})
 
     @property
     def jobs(self) -> tuple[Job, Job]:
-        return self.job(None), self.job(self.broken)
+        return self.job(""), self.job(MUTATIONS[self.broken])
 
 
 def _mix_up(broken: str, ranks: int, *, slow: bool = False, **flags: Value) -> object:
