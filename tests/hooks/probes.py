@@ -91,7 +91,7 @@ def _launch(*argv: str) -> None:
 def _hook_names() -> set[str]:
     from megatron_async.hooks import HOOKS
 
-    return {f"{hook.module}.{hook.attribute}" for hook in HOOKS}
+    return {hook.name for hook in HOOKS}
 
 
 def _cpu_names() -> set[str]:
@@ -104,14 +104,13 @@ def _import_all_of_the_tables() -> None:
     from megatron_async.hooks import HOOKS
 
     for hook in HOOKS:
-        importlib.import_module(hook.module)
+        importlib.import_module(hook.target.partition(":")[0])
 
 
 def cpu_alone() -> None:
     """With --cpu and no other flag, the CPU table's attributes are replaced and nothing else."""
-    from megatron_async.cpu_backend.table import resolve
-
     from megatron_async import cpu_backend
+    from megatron_async.megatron.replaced import resolve
 
     imports = _changed_by_imports()
     torch_before = _attributes("torch")
@@ -279,7 +278,7 @@ def table() -> None:
 
     from megatron_async import hooks
 
-    names = [f"{hook.module}.{hook.attribute}" for hook in hooks.HOOKS]
+    names = [hook.name for hook in hooks.HOOKS]
     assert len(set(names)) == len(names)
     before = _attributes(*MEGATRON)
     for hook, name in zip(hooks.HOOKS, names, strict=True):

@@ -8,8 +8,8 @@ import torch
 
 from megatron_async import hooks
 from megatron_async.cpu_backend.torch_rows import Event
-from megatron_async.runtime.counters import bubble
-from megatron_async.runtime.counters.bubble import IdleMeter, TimedRequest
+from megatron_async.runtime.counters.bubble import BubbleLog, IdleMeter, TimedRequest
+from megatron_async.runtime.run import run
 
 PAUSE = 0.05  # seconds; a sleep lasts at least so long
 
@@ -86,9 +86,9 @@ def test_receives_of_interleaved_schedules_count(
             return tensor, None, None
         return tensor, None, {"recv_prev": Late(), "send_next": Late()}
 
-    (hook,) = [one for one in hooks.HOOKS if one.attribute == "P2PCommunicator._communicate"]
-    measured = bubble.BubbleLog()
-    monkeypatch.setattr(bubble, "_log", measured)
+    (hook,) = [one for one in hooks.HOOKS if one.attribute == "_communicate"]
+    measured = BubbleLog()
+    monkeypatch.setattr(run, "bubble", measured)
     received, nothing, requests = hook.make(communicate)(
         None, recv_prev=True, recv_next=False, wait_on_reqs=at_once
     )

@@ -77,20 +77,20 @@ def test_run_from_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "attribute"),
+    ("target", "attribute"),
     [
         ("megatron.training.training", "no_such_function"),
-        ("megatron.training.training", "NoClass.method"),
+        ("megatron.training.training:NoClass", "method"),
         ("megatron.no_such_module", "train"),
     ],
 )
-def test_missing_hook_target(module: str, attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = dataclasses.replace(hooks.HOOKS[0], module=module, attribute=attribute)
+def test_missing_hook_target(target: str, attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = dataclasses.replace(hooks.HOOKS[0], target=target, attribute=attribute)
     monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS[1:], changed))
     finding = by_subject()["hooks"]
     assert finding.status is Status.FAIL
     assert f"1 of {len(hooks.HOOKS)} attributes" in finding.text
-    assert f"{module}.{attribute}" in finding.text
+    assert f"{target.replace(':', '.')}.{attribute}" in finding.text
 
 
 def test_failure_is_in_the_exit_status(
