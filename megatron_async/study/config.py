@@ -10,7 +10,8 @@ Everything a file can say, with the default where there is one (docs/study.md te
     ranks: 1                    # processes of one run, on one machine
     launcher: torchrun ...      # starts a run instead of torchrun on this machine
     script: pretrain_gpt.py     # default: the one of this package
-    dataset: stdlib             # or mock, {files: [PATH, ...]} as bytes, {prefix: PATH}
+    dataset: stdlib             # or mock, {package: NAME} or {files: [PATH, ...]} as bytes,
+                                # {prefix: PATH}
     flags: {num-layers: 4, ...} # Megatron's, of all runs; train-iters is needed
     min-lr-ratio: 0.1           # the final learning rate over the peak
     optimizers:
@@ -106,8 +107,8 @@ class Dataset:
     """What the runs are trained on.
 
     Attributes:
-        kind: ``stdlib``, ``mock``, ``files`` or ``prefix``.
-        paths: the files, directories and globs, or the one prefix.
+        kind: ``stdlib``, ``package``, ``mock``, ``files`` or ``prefix``.
+        paths: the files, directories and globs, the one package, or the one prefix.
     """
 
     kind: str
@@ -116,7 +117,7 @@ class Dataset:
     @property
     def of_bytes(self) -> bool:
         """Whether the study makes the dataset, with the byte tokenizer."""
-        return self.kind in ("stdlib", "files")
+        return self.kind in ("stdlib", "package", "files")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,10 +322,13 @@ def _dataset(value: Any) -> Dataset:
         return Dataset(kind=value)
     if not isinstance(value, Mapping) or len(value) != 1:
         raise ConfigError(
-            f"dataset is {show(value)}: give stdlib, mock, {{files: [PATH, ...]}} or "
-            "{prefix: PATH}."
+            f"dataset is {show(value)}: give stdlib, mock, {{package: NAME}}, "
+            "{files: [PATH, ...]} or {prefix: PATH}."
         )
-    section = Section(value, place="dataset", known=("files", "prefix"))
+    section = Section(value, place="dataset", known=("package", "files", "prefix"))
+    package = section.text("package", default=None)
+    if package is not None:
+        return Dataset(kind="package", paths=(package,))
     files = section.names("files")
     if files is not None:
         return Dataset(kind="files", paths=files)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_async.study.config import ConfigError, Dataset
-from megatron_async.tools import data, demo
+from megatron_async.tools import corpora, data
 
 __all__ = ["Prepared", "prepare"]
 
@@ -47,7 +47,9 @@ def prepare(dataset: Dataset, folder: Path) -> Prepared:
     # Written last: without it, the dataset is not complete.
     if not digest.exists():
         if dataset.kind == "stdlib":
-            inputs = demo.standard_library()
+            inputs = corpora.standard_library()
+        elif dataset.kind == "package":
+            inputs = corpora.package_sources(*dataset.paths)
         else:
             inputs = data.find_inputs(dataset.paths)
         prefix_path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +66,8 @@ def prepare(dataset: Dataset, folder: Path) -> Prepared:
 def _file_name(dataset: Dataset) -> str:
     if dataset.kind == "stdlib":
         return "stdlib"
+    if dataset.kind == "package":
+        return dataset.paths[0]
     return f"files-{hashlib.sha256(json.dumps(dataset.paths).encode()).hexdigest()[:10]}"
 
 

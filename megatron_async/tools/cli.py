@@ -11,7 +11,7 @@ import megatron_async
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "demo": ("megatron_async.tools.demo", "train a small GPT three ways on two CPU ranks"),
+    "demo": ("megatron_async.tools.demo", "train a small GPT four ways on two CPU ranks"),
     "data": ("megatron_async.tools.data", "write text as Megatron's .bin/.idx files"),
     "study": ("megatron_async.study.command", "what a delay costs: a grid of trainings, a report"),
     "plan": ("megatron_async.planning.plan", "memory and time of a model and layout"),

@@ -1,34 +1,40 @@
-"""``megatron-async demo``: the effect of a one-step delay, on two CPU ranks, in a few minutes.
+"""``megatron-async demo``: what asynchronous training costs, on two CPU ranks, in a few minutes.
 
 A byte-level dataset is made of the Python standard library's source files. Then the same small GPT
-is trained three times from the same initial weights on the same batches, on two pipeline stages:
-synchronously, with PipeDream-2BW, and with PipeDream-2BW and the delay correction. Each is a real
-run of Megatron through the launcher; everything reported is read from its log.
+is trained four times from the same initial weights on the same batches, on two pipeline stages:
+synchronously, with PipeDream-2BW without and with the delay correction, and with fresh-2bw and the
+correction. Each is a real run of Megatron through the launcher; everything reported is read from
+its log.
 """
 
 import argparse
-import random
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_async.tools import data, demo_report
+from megatron_async.corrections import RECOMMENDED as CORRECTION
+from megatron_async.schedules.fresh_2bw import FRESH_2BW
+from megatron_async.schedules.pipedream_2bw import PIPEDREAM_2BW
+from megatron_async.tools import corpora, data, demo_report
 from megatron_async.tools.demo_report import Result
 from megatron_async.tools.job import Job, JobError
 from megatron_async.tools.progress import ProgressBar
 from megatron_async.tools.training_log import TrainingLog
 
-__all__ = ["MODES", "Scale", "main", "standard_library", "training_flags"]
+__all__ = ["MODES", "Scale", "main", "training_flags"]
 
 MODES: dict[str, tuple[str, tuple[str, ...]]] = {
     "synchronous": ("synchronous 1F1B", ()),
-    "2bw": ("PipeDream-2BW", ("--pipeline-schedule", "pipedream-2bw")),
+    "2bw": ("PipeDream-2BW", ("--pipeline-schedule", PIPEDREAM_2BW.name)),
     "2bw-corrected": (
         "PipeDream-2BW + correction",
-        ("--pipeline-schedule", "pipedream-2bw", "--delay-correction", "error-feedback"),
+        ("--pipeline-schedule", PIPEDREAM_2BW.name, "--delay-correction", CORRECTION),
+    ),
+    "fresh-corrected": (
+        "fresh-2bw + correction",
+        ("--pipeline-schedule", FRESH_2BW.name, "--delay-correction", CORRECTION),
     ),
 }
 """By the name of a run's files: its title, and the flags that set it apart."""
@@ -69,25 +75,6 @@ FULL = Scale(
 QUICK = Scale(
     iterations=30, hidden_size=64, sequence=64, batch=32, learning_rate=5e-3, validation_batches=8
 )
-
-
-def standard_library() -> list[data.Input]:
-    """The source files of the running interpreter's standard library, in a fixed random order.
-
-    The order makes the end of the dataset, which the validation reads, a sample of all of it.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [
-        data.Input(path=path, size=path.stat().st_size, named=False)
-        for path in sorted(root.rglob("*.py"))
-        if not left_out & set(path.relative_to(root).parts)
-    ]
-    files = [file for file in files if file.size]
-    if not files:
-        raise data.DataError(f"this Python has no source files of its library in {root}.")
-    random.Random(0).shuffle(files)
-    return files
 
 
 def training_flags(scale: Scale, *, dataset: Path, cache: Path) -> list[str]:
@@ -150,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = data.ByteTokenizer()
         prefix = output / "stdlib"
         summary = data.write_dataset(
-            standard_library(),
+            corpora.standard_library(),
             prefix,
             tokenizer=tokenizer,
             overwrite=True,
@@ -206,8 +193,9 @@ def _loss(loss: float | None) -> str:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-async demo",
-        description="Train a small GPT on two CPU ranks: synchronously, with PipeDream-2BW, and "
-        "with PipeDream-2BW and the delay correction. A few minutes on two idle cores.",
+        description="Train a small GPT on two CPU ranks: synchronously, with PipeDream-2BW without "
+        "and with the delay correction, and with fresh-2bw and the correction. A few minutes on "
+        "two idle cores.",
         allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="about a minute; tells no losses")

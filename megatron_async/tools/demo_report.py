@@ -66,19 +66,19 @@ def table(results: Sequence[Result]) -> str:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """What the delay cost, what the correction won back, in one sentence each.
+    """What the delay cost, what the correction won back, and what is left with fresh-2bw.
 
     Args:
-        results: synchronous, delayed, delayed and corrected.
+        results: synchronous; delayed by one step; that, corrected; fresh-2bw, corrected.
     """
-    synchronous, delayed, corrected = (result.validation_loss for result in results)
+    synchronous, delayed, corrected, fresh = (result.validation_loss for result in results)
     gap = delayed - synchronous
     if gap <= 0:
         return f"The one-step delay cost no loss in this run ({gap:+.4f})."
     recovered = (delayed - corrected) / gap
     return (
-        f"The one-step delay cost {gap:.4f} of loss at this size; "
-        f"the correction won back {recovered:.0%} of it."
+        f"The one-step delay cost {gap:.4f} of loss at this size; the correction won back "
+        f"{recovered:.0%} of it; fresh-2bw with the correction is at {fresh - synchronous:+.4f}."
     )
 
 
