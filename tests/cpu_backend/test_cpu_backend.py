@@ -114,7 +114,7 @@ def test_importing_replaces_nothing() -> None:
         loaded = [name for name in ("torch", "megatron.core") if name in sys.modules]
 
         import torch, torch.utils.data
-        from megatron_async.cpu_backend.table import resolve
+        from megatron_async.megatron.replaced import resolve
         holders = (torch, torch.Tensor, torch.cuda, torch.distributed, torch.optim.Optimizer)
         before = [dict(vars(holder)) for holder in holders]
         rows = [row for row in cpu_backend.replacements() if row.target.startswith("torch")]
@@ -149,7 +149,7 @@ def test_install_replaces_exactly_what_the_table_says(tmp_path: Path) -> None:
         import inspect, json, os, sys
         import torch, torch.utils.data, torch.cuda.nvtx
         from megatron_async import cpu_backend
-        from megatron_async.cpu_backend.table import resolve
+        from megatron_async.megatron.replaced import resolve
 
         def attributes():
             # Of all modules of torch that are loaded, and of the classes in them.
@@ -218,7 +218,7 @@ def test_the_rows_of_megatron_replace_nothing_else() -> None:
         """
         import json, sys
         from megatron_async.cpu_backend.megatron_rows import megatron_rows
-        from megatron_async.cpu_backend.table import apply, resolve
+        from megatron_async.megatron.replaced import apply, resolve
         from megatron.core.package_info import __version__
 
         rows = megatron_rows()
@@ -269,7 +269,7 @@ def test_install_refuses_and_says_why(before: str, message: str) -> None:
 
 
 def test_a_version_without_an_attribute_is_refused_and_left_alone() -> None:
-    from megatron_async.cpu_backend.table import Replacement, apply
+    from megatron_async.megatron.replaced import Replacement, apply
 
     def row(attribute: str, versions: str = ">=2", optional: bool = False) -> Replacement:
         return Replacement(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async.schedules import asynchronous_names
 from megatron_async.study import config
 from megatron_async.study.cells import Cell, choose, count, plan
 from megatron_async.study.config import ConfigError, Study
@@ -150,7 +151,13 @@ def test_what_is_written_down_reads_back(tmp_path: Path) -> None:
             {"optimizers": {"adam": {"learning-rates": [1], "momentum": {"values": [1]}}}},
             "optimizers.adam.momentum.flag is missing",
         ),
-        ({"delays": ["two-step"]}, "two-step is unknown: give none, one-step, pipedream-STAGES"),
+        (
+            {"delays": ["two-step"]},
+            (
+                f"two-step is unknown: give none, one-step, {', '.join(asynchronous_names()[1:])}, "
+                "pipedream-STAGES, or {name: NAME, flags: {...}}"
+            ),
+        ),
         ({"delays": [{"name": "mine"}]}, "delays[0].flags is missing"),
         ({"delays": ["none", "none"]}, "delays: none stands there twice"),
         ({"corrections": ["magic"]}, "magic is unknown: give one of none, error-feedback"),
