@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.old_formats import write_as
 from tests.support.gpt import ASYNC, Value, gpt_args
-from tests.support.steps import COMMON_FLAGS, Outcome, Step, run_steps
+from tests.support.steps import (
+    COMMON_FLAGS,
+    Outcome,
+    Step,
+    assert_continues,
+    loads,
+    run_steps,
+    saves,
+)
 from tests.support.torchrun import run_torchrun
 
 CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
@@ -27,26 +36,6 @@ DISTRIBUTED: Mapping[str, Value] = {**STAGES_2, "use_distributed_optimizer": Tru
 MUON: Mapping[str, Value] = {**STAGES_2, "optimizer": "muon", "bf16": True}
 
 
-def saves(name: str, interval: int = 3, **more: Value) -> dict[str, Value]:
-    return {"save": f"{{dir}}/{name}", "save_interval": interval, **more}
-
-
-def loads(name: str, step: int | None = None, **more: Value) -> dict[str, Value]:
-    return {"load": f"{{dir}}/{name}", "ckpt_step": step, **more}
-
-
-# Sends a signal to one rank when three iterations are done.
-SIGNAL = """
-import os, signal
-from megatron.training import get_args, training
-train_step = training.train_step
-def signalled(*args, **kwargs):
-    if get_args().curr_iteration == 2 and get_args().rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return train_step(*args, **kwargs)
-training.train_step = signalled
-"""
-
 # No file can grow beyond 64 KiB: what a full disk does to a save.
 FULL_DISK = """
 import resource
@@ -54,10 +43,16 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 """
 
 
-# What another version of the package would write.
-ANOTHER_FORMAT = """
-from megatron_async.checkpoint import session as checkpointing
-checkpointing.FORMAT = 3
+# What a later version of the package would write, and what earlier ones did.
+LATER_FORMAT = """
+from megatron_async.checkpoint import state
+state.FORMAT = 4
+"""
+FORMAT_2 = """
+from megatron_async.checkpoint import session
+from tests.checkpoint.old_formats import flat
+packed = session.packed
+session.packed = lambda state: flat(packed(state), 2)
 """
 
 # Refuses a state that Adam does not have, as Transformer Engine's FusedAdam does.
@@ -109,7 +104,12 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
             Step(
                 "saves another format",
                 {**sharded, **saves("sharded-format", exit_interval=1)},
-                prelude=ANOTHER_FORMAT,
+                prelude=LATER_FORMAT,
+            ),
+            Step(
+                "saves format 2",
+                {**sharded, **saves("sharded-2", exit_interval=3)},
+                prelude=FORMAT_2,
             ),
             Step("plain evaluates sharded", {**TORCH_DIST, **plain, **loads("sharded")}),
             Step("plain goes on", {**TORCH, **loads("corrected")}, prelude=STRICT),
@@ -150,7 +150,7 @@ def two_ranks(directory: Path) -> dict[str, Outcome]:
             Step("stopped", {**plain, **evaluating, **saves("stopped", 2, exit_interval=5)}),
             Step("resumed from 4", {**plain, **evaluating, **loads("stopped", 4)}),
             Step("resumed from 5", {**plain, **loads("stopped")}),
-            Step("signalled", signalled, prelude=SIGNAL),
+            Step("signalled", signalled, prelude=signalled("SIGTERM", iteration=3, rank=1)),
             Step("resumed from signal", {**plain, **loads("signalled")}),
             Step("synchronous", {**STAGES_2, **TORCH, **saves("stages-torch", exit_interval=3)}),
             Step("as torch", {**plain, **loads("stages-torch")}),
@@ -187,32 +187,23 @@ def four_ranks(directory: Path, two_ranks: dict[str, Outcome]) -> dict[str, Outc
     )
 
 
-def assert_continues(
-    resumed: Outcome, uninterrupted: Outcome, *, done: int, total: int = 7
-) -> None:
-    """Every digit of every loss and of every gradient norm."""
-    assert list(resumed.by_iteration) == list(range(done + 1, total + 1))
-    expected = uninterrupted.by_iteration
-    assert resumed.by_iteration == {i: expected[i] for i in range(done + 1, total + 1)}
-    assert resumed.norms == {i: norm for i, norm in uninterrupted.norms.items() if i > done}
-    assert resumed.reported == uninterrupted.reported[done:total]
-
-
 # The same layout: to the last digit, dropout on
 
 
-def test_a_run_goes_on_where_it_was_saved_after_an_evaluation(two_ranks) -> None:
+def test_a_run_goes_on_where_it_was_saved_after_an_evaluation(
+    two_ranks: dict[str, Outcome],
+) -> None:
     assert_continues(two_ranks["resumed from 4"], two_ranks["uninterrupted"], done=4)
     assert any("resumes at iteration 5" in line for line in two_ranks["resumed from 4"].notices)
 
 
-def test_a_run_goes_on_where_it_was_stopped(two_ranks) -> None:
+def test_a_run_goes_on_where_it_was_stopped(two_ranks: dict[str, Outcome]) -> None:
     assert two_ranks["stopped"].codes == [0, 0]
     assert two_ranks["stopped"].ran == [5, 5]
     assert_continues(two_ranks["resumed from 5"], two_ranks["uninterrupted"], done=5)
 
 
-def test_saving_and_evaluating_change_nothing(two_ranks) -> None:
+def test_saving_and_evaluating_change_nothing(two_ranks: dict[str, Outcome]) -> None:
     expected = two_ranks["uninterrupted"].by_iteration
     assert two_ranks["stopped"].by_iteration == {i: expected[i] for i in range(1, 6)}
     assert [done for done, _ in two_ranks["stopped"].validation] == [2, 4]
@@ -220,25 +211,25 @@ def test_saving_and_evaluating_change_nothing(two_ranks) -> None:
     assert [done for done, _ in two_ranks["resumed from 4"].validation] == [2, 3, 3]
 
 
-def test_a_run_goes_on_where_a_signal_stopped_it(two_ranks) -> None:
+def test_a_run_goes_on_where_a_signal_stopped_it(two_ranks: dict[str, Outcome]) -> None:
     done = len(two_ranks["signalled"].losses)
     assert 3 <= done <= 5
     assert_continues(two_ranks["resumed from signal"], two_ranks["uninterrupted"], done=done)
 
 
 @pytest.mark.parametrize("name", ["distributed", "muon", "tied"])
-def test_a_layout_resumes_exactly(four_ranks, name: str) -> None:
+def test_a_layout_resumes_exactly(four_ranks: dict[str, Outcome], name: str) -> None:
     assert_continues(four_ranks[f"{name} resumed"], four_ranks[name], done=3)
     assert "delay correction error-feedback" in four_ranks[f"{name} resumed"].notices[-1]
 
 
-def test_the_torch_format_resumes_exactly(four_ranks) -> None:
+def test_the_torch_format_resumes_exactly(four_ranks: dict[str, Outcome]) -> None:
     expected = four_ranks["distributed"].by_iteration
     assert four_ranks["torch"].by_iteration == {i: expected[i] for i in range(1, 6)}
     assert_continues(four_ranks["torch resumed"], four_ranks["distributed"], done=3)
 
 
-def test_the_fully_reshardable_format_resumes_exactly(two_ranks) -> None:
+def test_the_fully_reshardable_format_resumes_exactly(two_ranks: dict[str, Outcome]) -> None:
     """With two buffers of the correction."""
     assert_continues(two_ranks["sharded resumed"], two_ranks["sharded"], done=3)
     notice = two_ranks["sharded resumed"].notices[-1]
@@ -248,7 +239,9 @@ def test_the_fully_reshardable_format_resumes_exactly(two_ranks) -> None:
 # Another layout: to rounding, dropout off
 
 
-def test_more_stages_agree_to_rounding(two_ranks, four_ranks) -> None:
+def test_more_stages_agree_to_rounding(
+    two_ranks: dict[str, Outcome], four_ranks: dict[str, Outcome]
+) -> None:
     found, expected = four_ranks["four stages"], two_ranks["two stages"].by_iteration
     assert list(found.by_iteration) == [4, 5, 6, 7]
     for iteration, loss in found.by_iteration.items():
@@ -258,7 +251,7 @@ def test_more_stages_agree_to_rounding(two_ranks, four_ranks) -> None:
 # Other kinds of run
 
 
-def test_a_synchronous_checkpoint_starts_an_asynchronous_run(one_rank) -> None:
+def test_a_synchronous_checkpoint_starts_an_asynchronous_run(one_rank: dict[str, Outcome]) -> None:
     assert_continues(one_rank["from synchronous"], one_rank["delayed"], done=3)
     assert one_rank["from synchronous"].notices[-1] == (
         "pipedream-2bw starts afresh at iteration 4, whose weights are version 0: the checkpoint "
@@ -268,7 +261,7 @@ def test_a_synchronous_checkpoint_starts_an_asynchronous_run(one_rank) -> None:
 
 @pytest.mark.parametrize("name", ["as torch_dist", "detected"])
 def test_a_torch_checkpoint_of_stages_is_read_whatever_format_is_asked_for(
-    two_ranks, name: str
+    two_ranks: dict[str, Outcome], name: str
 ) -> None:
     """Megatron looks into the first stage's file on all ranks before it reads each one's own."""
     assert list(two_ranks[name].by_iteration) == [4, 5, 6, 7]
@@ -276,13 +269,13 @@ def test_a_torch_checkpoint_of_stages_is_read_whatever_format_is_asked_for(
     assert "starts afresh at iteration 4" in two_ranks[name].notices[-1]
 
 
-def test_a_late_start_holds_across_resumes(one_rank) -> None:
+def test_a_late_start_holds_across_resumes(one_rank: dict[str, Outcome]) -> None:
     assert_continues(one_rank["delayed from 2"], one_rank["delayed"], done=2)
     assert_continues(one_rank["delayed from 4"], one_rank["delayed"], done=4)
 
 
 def test_an_asynchronous_checkpoint_is_megatrons_own_of_the_newest_version(
-    one_rank, directory: Path
+    one_rank: dict[str, Outcome], directory: Path
 ) -> None:
     done, expected = one_rank["uninterrupted"].validation[0]
     assert done == 3
@@ -302,7 +295,9 @@ def test_an_asynchronous_checkpoint_is_megatrons_own_of_the_newest_version(
     assert not [name for name in imported if name is None or "megatron_async" in name]
 
 
-def test_megatron_without_any_hook_evaluates_to_the_same_loss(one_rank, directory: Path) -> None:
+def test_megatron_without_any_hook_evaluates_to_the_same_loss(
+    one_rank: dict[str, Outcome], directory: Path
+) -> None:
     flags: dict[str, Value] = {
         **COMMON_FLAGS,
         **TORCH,
@@ -318,7 +313,7 @@ def test_megatron_without_any_hook_evaluates_to_the_same_loss(one_rank, director
     assert float(found) == pytest.approx(one_rank["uninterrupted"].validation[0][1], rel=1e-6)
 
 
-def test_the_schedule_can_be_left_at_a_resume(one_rank) -> None:
+def test_the_schedule_can_be_left_at_a_resume(one_rank: dict[str, Outcome]) -> None:
     assert one_rank["default"].losses == one_rank["plain goes on"].losses
     assert one_rank["default"].notices[-1] == (
         "the checkpoint was saved by pipedream-2bw; Megatron's schedule goes on from its newest "
@@ -348,31 +343,31 @@ def test_the_correction_can_be_changed_at_a_resume(one_rank, name: str, notice: 
     assert math.isfinite(found[7])
 
 
-def test_the_correction_can_be_switched_on_at_a_resume(one_rank) -> None:
+def test_the_correction_can_be_switched_on_at_a_resume(one_rank: dict[str, Outcome]) -> None:
     found, expected = one_rank["on"].by_iteration, one_rank["delayed"].by_iteration
     assert "starts with the next update, which is not corrected" in one_rank["on"].notices[-1]
     # Its first update, of iteration 5, is as it would be without.
     assert [found[5], found[6], found[7]] == [expected[5], expected[6], expected[7]]
 
 
-def test_finetuning_takes_the_weights_alone(one_rank) -> None:
+def test_finetuning_takes_the_weights_alone(one_rank: dict[str, Outcome]) -> None:
     assert list(one_rank["finetune"].by_iteration) == list(range(1, 8))
     assert one_rank["finetune"].notices[-1].endswith("the checkpoint's weights alone are taken")
 
 
-def test_the_arguments_can_be_those_of_the_checkpoint(one_rank) -> None:
+def test_the_arguments_can_be_those_of_the_checkpoint(one_rank: dict[str, Outcome]) -> None:
     assert "from checkpoint" in one_rank["arguments"].log
     assert_continues(one_rank["arguments"], one_rank["uninterrupted"], done=3)
 
 
 def test_an_older_checkpoint_is_chosen_before_a_later_one_that_does_not_persist(
-    one_rank, directory: Path
+    one_rank: dict[str, Outcome], directory: Path
 ) -> None:
     assert (directory / "passing" / "non_persistent" / "iter_0000004").exists()
     assert_continues(one_rank["passed by"], one_rank["passing"], done=3)
 
 
-def test_a_run_goes_on_without_the_random_state(one_rank) -> None:
+def test_a_run_goes_on_without_the_random_state(one_rank: dict[str, Outcome]) -> None:
     assert list(one_rank["no random state"].by_iteration) == [4, 5, 6, 7]
 
 
@@ -389,16 +384,6 @@ def edit(file: Path, change: Any) -> None:
     torch.save(state, file)
 
 
-def make_old(state: dict[str, Any]) -> None:
-    """What the first format was: the correction's buffers are in the optimizer's state."""
-    for place, buffers in state.pop("megatron_async_buffers").items():
-        target = state["optimizer"]
-        for key in place:
-            target = target[key]
-        target.update(buffers)
-    state["megatron_async"]["format"] = 1
-
-
 def halve(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -409,18 +394,19 @@ def rename_model(state: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
-    names = ["format", "truncated", "foreign", "tracker", "full", "old"]
+    names = ["format", "truncated", "foreign", "tracker", "full", "old", "older"]
     untrained: dict[str, Value] = {"eval_interval": 3, "eval_iters": 2, "skip_train": True}
     for name in names:
         shutil.copytree(directory / "corrected", directory / name)
-    edit(checkpoint_file(directory / "format"), lambda s: s["megatron_async"].update(format=3))
-    edit(checkpoint_file(directory / "old"), make_old)
+    edit(checkpoint_file(directory / "format"), lambda s: s["megatron_async"].update(format=4))
+    edit(checkpoint_file(directory / "old"), lambda s: write_as(s, 2))
+    edit(checkpoint_file(directory / "older"), lambda s: write_as(s, 1))
     halve(checkpoint_file(directory / "truncated"))
     halve(checkpoint_file(directory / "halved").with_name("distrib_optim.pt"))
     edit(checkpoint_file(directory / "foreign"), rename_model)
     (directory / "tracker" / "latest_checkpointed_iteration.txt").write_text("")
     flags: dict[str, Value] = {**CORRECTED, **TORCH}
-    steps = [Step(name, {**flags, **loads(name)}) for name in names[:-2]]
+    steps = [Step(name, {**flags, **loads(name)}) for name in names[:-3]]
     distributed: dict[str, Value] = {**ASYNC, **TORCH, "use_distributed_optimizer": True}
     full = {**flags, **loads("full"), **saves("full", 5)}
     return run_steps(
@@ -435,7 +421,9 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
             ),
             Step("tracker unread", {**flags, **loads("tracker", 3)}),
             Step("old", {**flags, **loads("old")}),
-            Step("old, off", {**ASYNC, **TORCH, **loads("old")}, prelude=STRICT),
+            Step("older", {**flags, **loads("older")}),
+            Step("older, off", {**ASYNC, **TORCH, **loads("older")}, prelude=STRICT),
+            Step("sharded-2", {**CORRECTED, **TORCH_DIST, **loads("sharded-2")}),
             Step("halved", {**distributed, **loads("halved")}),
             Step("randomless", {**ASYNC, **TORCH, **loads("randomless")}),
             Step("sharded-format", {**CORRECTED, **TORCH_DIST, **loads("sharded-format")}),
@@ -451,7 +439,7 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("format", "has format 3"),
+        ("format", "has format 4"),
         ("truncated", "cannot be read"),
         ("foreign", "it is of another model"),
         ("tracker", "cannot be read"),
@@ -460,7 +448,7 @@ def broken(one_rank: dict[str, Outcome], directory: Path) -> dict[str, Outcome]:
         ("truncated, arguments", "cannot be read"),
         ("halved", "cannot be read"),
         ("randomless", "Add --no-load-rng"),
-        ("sharded-format", "has format 3"),
+        ("sharded-format", "has format 4"),
         ("sharded", "cannot be read"),  # of a smaller model
     ],
 )
@@ -475,15 +463,27 @@ def test_what_cannot_be_loaded_is_named(
     assert str(directory / name.partition(",")[0]) in line
 
 
-def test_a_broken_tracker_file_does_not_matter_to_a_chosen_iteration(broken, one_rank) -> None:
+def test_a_broken_tracker_file_does_not_matter_to_a_chosen_iteration(
+    broken: dict[str, Outcome], one_rank: dict[str, Outcome]
+) -> None:
     assert_continues(broken["tracker unread"], one_rank["uninterrupted"], done=3)
 
 
-def test_a_checkpoint_of_the_first_format_is_read(broken, one_rank) -> None:
-    assert_continues(broken["old"], one_rank["uninterrupted"], done=3)
-    assert broken["old, off"].by_iteration == one_rank["off"].by_iteration
+@pytest.mark.parametrize("name", ["old", "older", "sharded-2"])
+def test_a_checkpoint_of_an_earlier_format_is_read(
+    broken: dict[str, Outcome], one_rank: dict[str, Outcome], name: str
+) -> None:
+    assert_continues(broken[name], one_rank["uninterrupted"], done=3)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_whole(broken, one_rank) -> None:
+def test_buffers_of_the_first_format_are_dropped_without_a_correction(
+    broken: dict[str, Outcome], one_rank: dict[str, Outcome]
+) -> None:
+    assert broken["older, off"].by_iteration == one_rank["off"].by_iteration
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(
+    broken: dict[str, Outcome], one_rank: dict[str, Outcome]
+) -> None:
     assert broken["full"].failed
     assert_continues(broken["emptied"], one_rank["uninterrupted"], done=3)

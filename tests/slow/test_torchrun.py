@@ -15,9 +15,9 @@ import pytest
 
 from tests.support.gpt import ASYNC, PRETRAIN_GPT, Value, gpt_args
 from tests.support.output import RunResult, read_scalars
-from tests.support.steps import COMMON_FLAGS
+from tests.support.preludes import UNREADABLE, killed, poisoned
+from tests.support.steps import COMMON_FLAGS, tracked
 from tests.support.torchrun import run_torchrun, wait_for_iteration
-from tests.training.test_faults import _UNREADABLE, killed, poisoned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -26,7 +26,7 @@ ITERATIONS = 400
 PASS_ON = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2")
 PLUGIN = ("-m", "megatron_async", "--cpu")
 
-# As _UNREADABLE, in a worker, which reads ahead and does not know the iteration.
+# As UNREADABLE, in a worker, which reads ahead and does not know the iteration.
 _UNREADABLE_IN_WORKER = """
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training import get_args
@@ -57,10 +57,6 @@ def flags(folder: Path, **more: Value) -> list[str]:
         **more,
     }
     return gpt_args(**found)
-
-
-def tracked(folder: Path) -> int:
-    return int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -105,7 +101,7 @@ def test_a_signal_stops_a_run_that_goes_on_to_the_last_digit(
     assert result.returncode == (0 if to_ranks else 1), result.describe()
     done = result.iterations[-1].number
     assert 3 <= done < 38
-    assert tracked(tmp_path) == done
+    assert tracked(tmp_path / "checkpoints") == done
     assert losses(tmp_path) == {i: uninterrupted[i] for i in range(1, done + 1)}
     resumed = flags(tmp_path, **ASYNC, load=tmp_path / "checkpoints", exit_interval=40)
     run_torchrun(2, resumed, launcher="plugin")
@@ -124,7 +120,7 @@ def test_exit_codes_are_those_of_megatron(tmp_path: Path, to_ranks: bool) -> Non
             check=False,
             during=send(signal.SIGTERM, to_ranks=to_ranks),
         ).returncode
-        assert tracked(tmp_path / kind) >= 3
+        assert tracked(tmp_path / kind / "checkpoints") >= 3
     assert codes["asynchronous"] == codes["plain"] is not None
 
 
@@ -182,7 +178,7 @@ def test_torchrun_kills_ranks_that_need_longer_than_its_time_out(tmp_path: Path)
     )
     assert result.returncode == 1
     assert "forcefully exiting via" in result.launcher_output
-    assert tracked(tmp_path) == 2
+    assert tracked(tmp_path / "checkpoints") == 2
 
 
 def fail(
@@ -194,7 +190,7 @@ def fail(
     argv = flags(tmp_path, **ASYNC, save_interval=3, exit_signal_handler=handled)
     result = run_torchrun(2, [*argv, *more], launcher="plugin", script=script, check=False)
     assert result.returncode == 1, result.describe()
-    assert tracked(tmp_path) == 3
+    assert tracked(tmp_path / "checkpoints") == 3
     resumed = flags(tmp_path, **ASYNC, load=tmp_path / "checkpoints", exit_interval=6)
     run_torchrun(2, resumed, launcher="plugin")
     return result
@@ -213,6 +209,6 @@ def test_a_gradient_that_is_not_a_number_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_data_loader_that_raises_ends_the_job(tmp_path: Path, workers: str) -> None:
-    prelude = _UNREADABLE if workers == "0" else _UNREADABLE_IN_WORKER
+    prelude = UNREADABLE if workers == "0" else _UNREADABLE_IN_WORKER
     result = fail(tmp_path, prelude, more=("--num-workers", workers))
     assert "OSError: the file system went away" in result.ranks[0].stderr

@@ -13,7 +13,16 @@ import pytest
 from tests.support.forked import ForkedJob, Record, run_forked
 from tests.support.gpt import Value, gpt_args
 
-__all__ = ["COMMON_FLAGS", "Outcome", "Step", "run_steps"]
+__all__ = [
+    "COMMON_FLAGS",
+    "Outcome",
+    "Step",
+    "assert_continues",
+    "loads",
+    "run_steps",
+    "saves",
+    "tracked",
+]
 
 # Dropout is on, as it is by default. Learning rate and weight decay change in every iteration: a
 # value of the wrong batch shows.
@@ -127,6 +136,40 @@ def run_steps(
         if record.failed and not may_fail:
             pytest.fail(f"{name} failed: {record.describe(60)}", pytrace=False)
     return outcomes
+
+
+def saves(name: str, interval: int = 3, **more: Value) -> dict[str, Value]:
+    """Flags of a step that saves to a folder, every so many iterations."""
+    return {"save": f"{{dir}}/{name}", "save_interval": interval, **more}
+
+
+def loads(name: str, step: int | None = None, **more: Value) -> dict[str, Value]:
+    """Flags of a step that loads what another one has saved to a folder."""
+    return {"load": f"{{dir}}/{name}", "ckpt_step": step, **more}
+
+
+def tracked(checkpoints: Path) -> int:
+    """The iteration of the latest checkpoint in a folder."""
+    return int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+
+
+def assert_continues(
+    resumed: Outcome, uninterrupted: Outcome, *, done: int, total: int = 7
+) -> None:
+    """Compare every digit of every loss and of every gradient norm.
+
+    Args:
+        resumed: a run that goes on behind iteration ``done``.
+        uninterrupted: the run that was not stopped.
+        done: the iteration.
+        total: the last one.
+    """
+    assert not resumed.failed, resumed.log[-3000:]
+    assert list(resumed.by_iteration) == list(range(done + 1, total + 1))
+    expected = uninterrupted.by_iteration
+    assert resumed.by_iteration == {i: expected[i] for i in range(done + 1, total + 1)}
+    assert resumed.norms == {i: norm for i, norm in uninterrupted.norms.items() if i > done}
+    assert resumed.reported == uninterrupted.reported[done:total]
 
 
 def _in(directory: Path, value: Value) -> Value:

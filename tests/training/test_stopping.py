@@ -14,8 +14,18 @@ import pytest
 import torch
 
 from tests.support.gpt import ASYNC, Value, gpt_args
-from tests.support.steps import COMMON_FLAGS, Outcome, Step, run_steps
-from tests.support.torchrun import run_python, run_torchrun, wait_for_iteration
+from tests.support.preludes import late, signalled
+from tests.support.steps import (
+    COMMON_FLAGS,
+    Outcome,
+    Step,
+    assert_continues,
+    loads,
+    run_steps,
+    saves,
+    tracked,
+)
+from tests.support.torchrun import run_torchrun, wait_for_iteration
 
 CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
 STAGES_2: Mapping[str, Value] = {"pipeline_model_parallel_size": 2}
@@ -23,31 +33,9 @@ PLAIN: Mapping[str, Value] = {**ASYNC, **STAGES_2, "ckpt_format": "torch"}
 SHARDED: Mapping[str, Value] = {**CORRECTED, **STAGES_2, "ckpt_format": "torch_dist"}
 EVALUATED: Mapping[str, Value] = {"eval_interval": 3, "eval_iters": 2}
 
-# What one rank does at the beginning of an iteration.
-_AT = """
-import os
-from megatron.training import get_args, training
-train_step = training.train_step
-def at(*args, **kwargs):
-    if get_args().curr_iteration == {iteration} - 1 and get_args().rank == {rank}:
-        {what}
-    return train_step(*args, **kwargs)
-training.train_step = at
-"""
-
-
-def signalled(name: str, *, iteration: int, rank: int) -> str:
-    number = signal.Signals[name].value
-    return _AT.format(iteration=iteration, rank=rank, what=f"os.kill(os.getpid(), {number})")
-
-
-def late(*, iteration: int, rank: int) -> str:
-    """This rank's clock says that a minute has passed."""
-    return _AT.format(iteration=iteration, rank=rank, what="training._TRAIN_START_TIME -= 61")
-
 
 # Prints which signals the process that a save needs blocks, at the beginning of iteration 4.
-_HELPER = """
+HELPER = """
 from pathlib import Path
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import get_args, training
@@ -60,14 +48,6 @@ def look(*args, **kwargs):
     return next_step(*args, **kwargs)
 training.train_step = look
 """
-
-
-def saves(name: str, interval: int = 100) -> dict[str, Value]:
-    return {"save": f"{{dir}}/{name}", "save_interval": interval}
-
-
-def loads(name: str, step: int | None = None) -> dict[str, Value]:
-    return {"load": f"{{dir}}/{name}", "ckpt_step": step}
 
 
 def growing() -> dict[str, Value]:
@@ -104,7 +84,7 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
             Step("uninterrupted", PLAIN),
             Step(
                 "signal",
-                {**handled, **saves("signal"), "exit_signal": "SIGUSR1"},
+                {**handled, **saves("signal", 100), "exit_signal": "SIGUSR1"},
                 prelude=signalled("SIGUSR1", iteration=3, rank=0),
             ),
             Step("signal resumed", {**PLAIN, **loads("signal")}),
@@ -112,34 +92,23 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
             Step("time resumed", {**PLAIN, **loads("time")}),
             Step(
                 "time in an evaluation",
-                {**limited, **EVALUATED, **saves("evaluation")},
+                {**limited, **EVALUATED, **saves("evaluation", 100)},
                 prelude=late(iteration=3, rank=1),
             ),
             Step("time in an evaluation resumed", {**PLAIN, **loads("evaluation")}),
             Step("longer", extensible),
-            Step("end", {**extensible, **saves("end"), "train_iters": 5}),
+            Step("end", {**extensible, **saves("end", 100), "train_iters": 5}),
             Step("end resumed", {**extensible, **more, **loads("end")}),
             Step("background uninterrupted", SHARDED),
             Step("background", stopped, prelude=signalled("SIGTERM", iteration=4, rank=1)),
-            Step("watched", watched, prelude=_HELPER),
+            Step("watched", watched, prelude=HELPER),
             Step("background resumed from 3", {**background, **loads("background", 3)}),
             Step("background resumed", {**SHARDED, **loads("background")}),
-            Step("growing", {**steps, **saves("growing")}),
+            Step("growing", {**steps, **saves("growing", 100)}),
             Step("growing resumed", {**steps, **loads("growing", 3)}),
         ],
         directory,
     )
-
-
-def tracked(checkpoint: Path) -> int:
-    return int((checkpoint / "latest_checkpointed_iteration.txt").read_text())
-
-
-def assert_continues(resumed: Outcome, uninterrupted: Outcome, *, done: int) -> None:
-    """Every digit of every loss and of every gradient norm."""
-    expected = uninterrupted.by_iteration
-    assert resumed.by_iteration == {i: expected[i] for i in range(done + 1, 8)}
-    assert resumed.norms == {i: norm for i, norm in uninterrupted.norms.items() if i > done}
 
 
 @pytest.mark.parametrize(
@@ -193,34 +162,6 @@ def test_a_run_goes_on_where_the_batch_grows(outcomes: dict[str, Outcome]) -> No
     assert list(outcomes["growing"].by_iteration) == [1, 2, 3, 4, 5, 6, 7]
     assert "global batch size:    12" in outcomes["growing"].log
     assert_continues(outcomes["growing resumed"], outcomes["growing"], done=3)
-
-
-def test_the_process_that_a_save_needs_outlives_the_exit_signal() -> None:
-    """torchrun signals it, too; Megatron starts it afresh on GPUs, where it inherits no handler."""
-    code = """
-        import argparse, json, os, signal
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-        from megatron.training import global_vars
-        from megatron_async.checkpoint.files import keep_helper_from_exit_signal
-
-        def outlives():
-            process = filesystem_async.get_write_results_queue()._manager._process
-            os.kill(process.pid, signal.SIGTERM)
-            process.join(1)
-            return process.is_alive()
-
-        if __name__ == "__main__":
-            args = argparse.Namespace(
-                exit_signal_handler=True, exit_signal=signal.SIGTERM, ckpt_format="torch_dist"
-            )
-            global_vars.set_args(args)
-            alone = outlives()
-            filesystem_async._results_queue = None
-            keep_helper_from_exit_signal()
-            blocked = bool(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-            print(json.dumps([alone, outlives(), blocked]))
-    """
-    assert run_python(code) == [False, True, False]
 
 
 def test_an_ordinary_save_sees_the_flags_that_were_given(
