@@ -7,13 +7,23 @@ deferred.
 """
 
 import dataclasses
-import math
 
 import pytest
 import torch
 
 from tests.support.gpt import ASYNC, Value
 from tests.support.shared_jobs import Job, Results, job
+from tests.training.cases import (
+    BF16,
+    CLIP,
+    MUON,
+    OVERLAPPED,
+    PER_TOKEN,
+    RECOMPUTED,
+    Case,
+    check_close,
+    parameters,
+)
 
 LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {
     "pp1": (1, {}),
@@ -46,40 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {
         },
     ),
 }
-MUON: dict[str, Value] = {
-    "optimizer": "muon",
-    "muon_tp_mode": "duplicated",
-    # Its default lets a CPU multiply in bf16.
-    "muon_fp32_matmul_prec": "high",
-}
 UNDEFERRED: dict[str, Value] = {"no_deferred_update": True}
-# Below the gradient norms of all but a few iterations.
-CLIP = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A job and the one it has to agree with.
-
-    Attributes:
-        name: the test's.
-        job: the job.
-        like: the reference.
-        rtol: largest relative difference of losses.
-        norm_rtol: largest relative difference of gradient norms.
-        slow: whether the test is left out of CI.
-    """
-
-    name: str
-    job: Job
-    like: Job
-    rtol: float = 1e-6
-    norm_rtol: float = 5e-6
-    slow: bool = False
-
-    @property
-    def jobs(self) -> tuple[Job, Job]:
-        return self.job, self.like
 
 
 def _job(layout: str, *, model: str = "tied", **flags: Value) -> Job:
@@ -123,11 +100,6 @@ def _cases(
 
 LIKE_ADAM = _job("pp1")
 UNEVEN: dict[str, Value] = {"decoder_first_pipeline_num_layers": 3}
-RECOMPUTED: dict[str, Value] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 CORRECTED: dict[str, Value] = {"delay_correction": "error-feedback"}
 CORRECTIONS: dict[str, dict[str, Value]] = {
     "adaptive": {**CORRECTED, "delay_correction_adaptive_strength": True},
@@ -139,12 +111,9 @@ CORRECTIONS: dict[str, dict[str, Value]] = {
         "delay_correction_adaptive_strength": True,
     },
 }
-PER_TOKEN: dict[str, Value] = {"calculate_per_token_loss": True, "eod_mask_loss": True}
 # Four experts, two on each data-parallel rank.
 EXPERTS: dict[str, Value] = {"expert_model_parallel_size": 2}
-OVERLAPPED: dict[str, Value] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SECOND_BUFFER: dict[str, Value] = {**OVERLAPPED, "second_grad_buffer": True}
-BF16 = {"rtol": 2e-4, "norm_rtol": 1e-2}
 
 CASES = [
     *_cases(
@@ -258,30 +227,15 @@ CASES = [
 ]
 
 
-def _parameters(cases: list[Case]) -> list[object]:
-    return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
-        for case in cases
-    ]
-
-
-def _check_close(name: str, found: dict[int, float], wanted: dict[int, float], rtol: float) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(math.isfinite(value) for value in (*found.values(), *wanted.values()))
-    worst = max(abs(found[i] - wanted[i]) / abs(wanted[i]) for i in wanted)
-    assert worst <= rtol, f"{name} differ by {worst:.1e}: {found} and {wanted}"
-    print(f"{name} differ by at most {worst:.1e}")
-
-
-@pytest.mark.parametrize("case", _parameters(CASES))
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_losses_and_norms_agree(results: Results, case: Case) -> None:
     found, wanted = results[case.job], results[case.like]
     losses = wanted.losses
     assert len(found.losses) == len(losses) == 10
-    _check_close("losses", dict(enumerate(found.losses)), dict(enumerate(losses)), case.rtol)
+    check_close("losses", dict(enumerate(found.losses)), dict(enumerate(losses)), case.rtol)
     # Training changes the losses by far more than what is compared.
     assert max(losses) - min(losses) > 100 * case.rtol * max(losses)
-    _check_close("norms", found.norms, wanted.norms, case.norm_rtol)
+    check_close("norms", found.norms, wanted.norms, case.norm_rtol)
     assert sum(norm > CLIP for norm in wanted.norms.values()) > len(losses) / 2
     assert found.zeros == wanted.zeros
 
@@ -310,7 +264,7 @@ def _tied_copies(case: Case) -> list[tuple[int, int]]:
     return [(rank, case.job.ranks - of_a_stage + rank) for rank in range(of_a_stage)]
 
 
-@pytest.mark.parametrize("case", _parameters([case for case in CASES if _tied_copies(case)]))
+@pytest.mark.parametrize("case", parameters([case for case in CASES if _tied_copies(case)]))
 def test_tied_copies_stay_equal(results: Results, case: Case) -> None:
     """After ten updates, on the first and the last stage, and as on a single stage."""
     found = results[case.job]
@@ -361,7 +315,7 @@ def test_evaluation_leaves_training_alone(results: Results, case: EvaluatedCase)
     assert found.norms == without.norms
     # After 3, 6 and 9 iterations, and twice at the end: on the validation and on the test set.
     assert [done for done, _ in found.validation] == [3, 6, 9, 10, 10]
-    _check_close(
+    check_close(
         "validation losses",
         dict(enumerate(loss for _, loss in found.validation)),
         dict(enumerate(loss for _, loss in like.validation)),
@@ -402,8 +356,8 @@ class LateCase:
 )
 def test_asynchronous_from_some_iteration_on(results: Results, case: LateCase) -> None:
     found, like, synchronous = (results[each] for each in case.jobs)
-    _check_close("losses", dict(enumerate(found.losses)), dict(enumerate(like.losses)), 1e-6)
-    _check_close("norms", found.norms, like.norms, 5e-6)
+    check_close("losses", dict(enumerate(found.losses)), dict(enumerate(like.losses)), 1e-6)
+    check_close("norms", found.norms, like.norms, 5e-6)
     assert list(like.norms) == list(range(START, 10))
     # The first two asynchronous batches are both on the weights that the synchronous ones made.
     assert like.losses[: START + 1] == synchronous.losses[: START + 1]
@@ -428,7 +382,7 @@ class SingleIteration:
 def test_the_only_batch_of_a_run_is_reduced_once(results: Results, case: SingleIteration) -> None:
     found, plain = (results[each] for each in case.jobs)
     assert list(plain.norms) == [0]
-    _check_close("norms", found.norms, plain.norms, 5e-6)
+    check_close("norms", found.norms, plain.norms, 5e-6)
 
 
 def test_training_loop_is_told_of_the_last_completed_update(results: Results) -> None:

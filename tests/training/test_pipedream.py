@@ -5,39 +5,30 @@ late; a real pipeline and its emulation share nothing but the optimizer's step.
 """
 
 import dataclasses
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.support.gpt import REPOSITORY, Value
+from tests.support.gpt import Value
 from tests.support.output import read_scalars
+from tests.support.references import CONSTANT, STAGED, Weights, distance, run_references
 from tests.support.shared_jobs import Job, Results, job, job_argv
 from tests.support.steps import Outcome, Step, run_steps
-from tests.support.torchrun import run_torchrun
+from tests.training.cases import (
+    BF16,
+    CLIP,
+    DISTRIBUTED,
+    MUON,
+    OVERLAPPED,
+    PER_TOKEN,
+    RECOMPUTED,
+    Case,
+    check_close,
+    parameters,
+)
 
 PIPEDREAM: Mapping[str, Value] = {"pipeline_schedule": "pipedream"}
-CLIP = 0.5
-MUON: Mapping[str, Value] = {
-    "optimizer": "muon",
-    "muon_tp_mode": "duplicated",
-    "muon_fp32_matmul_prec": "high",
-}
-DISTRIBUTED: Mapping[str, Value] = {"use_distributed_optimizer": True}
-OVERLAPPED: Mapping[str, Value] = {
-    **DISTRIBUTED,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
-RECOMPUTED: Mapping[str, Value] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 
 
 def emulated(stages: int, ranks: int = 1, *, model: str = "tied", **flags: Value) -> Job:
@@ -52,26 +43,9 @@ def real(stages: int, ranks: int | None = None, *, model: str = "tied", **flags:
     return job(ranks or stages, model=model, **flags)
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A job and the one that it has to agree with."""
-
-    name: str
-    job: Job
-    like: Job
-    rtol: float = 1e-6
-    norm_rtol: float = 5e-6
-    slow: bool = False
-
-    @property
-    def jobs(self) -> tuple[Job, Job]:
-        return self.job, self.like
-
-
-BF16 = {"rtol": 2e-4, "norm_rtol": 1e-2}
-PER_TOKEN: Mapping[str, Value] = {"calculate_per_token_loss": True, "eod_mask_loss": True}
 ONE_MICROBATCH: Mapping[str, Value] = {"global_batch_size": 2}
 MANY: Mapping[str, Value] = {"micro_batch_size": 1, "global_batch_size": 12}
+SHARDED: Mapping[str, Value] = {**DISTRIBUTED, **OVERLAPPED}
 LATE: Mapping[str, Value] = {"async_start_iteration": 3}
 
 CASES = [
@@ -113,30 +87,21 @@ CASES = [
     # Data parallelism, with whole parameters and with shards of them.
     Case("emulated-dp2", emulated(4, 2), emulated(4)),
     Case("emulated-dp2-distopt", emulated(4, 2, **DISTRIBUTED), emulated(4)),
-    Case("emulated-dp2-overlapped", emulated(4, 2, **OVERLAPPED), emulated(4), slow=True),
+    Case(
+        "emulated-dp2-overlapped",
+        emulated(4, 2, **DISTRIBUTED, **OVERLAPPED),
+        emulated(4),
+        slow=True,
+    ),
     Case("emulated-dp2-muon", emulated(4, 2, **MUON), emulated(4, **MUON), slow=True),
     Case("pp2-dp2", real(2, 4), emulated(2), slow=True),
     Case("pp2-dp2-distopt", real(2, 4, **DISTRIBUTED), emulated(2)),
-    Case("pp2-dp2-overlapped", real(2, 4, **OVERLAPPED), emulated(2), slow=True),
+    Case("pp2-dp2-overlapped", real(2, 4, **SHARDED), emulated(2), slow=True),
     Case("emulated-tp2", emulated(4, 2, tensor_model_parallel_size=2), emulated(4), slow=True),
 ]
 
 
-def check_close(name: str, found: dict[int, float], wanted: dict[int, float], rtol: float) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(math.isfinite(value) for value in (*found.values(), *wanted.values()))
-    worst = max(abs(found[i] - wanted[i]) / abs(wanted[i]) for i in wanted)
-    assert worst <= rtol, f"{name} differ by {worst:.1e}: {found} and {wanted}"
-    print(f"{name} differ by at most {worst:.1e}")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", parameters(CASES))
 def test_pipelines_and_emulations_agree(results: Results, case: Case) -> None:
     found, wanted = results[case.job], results[case.like]
     losses = wanted.losses
@@ -154,7 +119,6 @@ class Jobs:
 
 
 SYNCHRONOUS = job(clip_grad=CLIP)
-TWO_VERSIONS: Mapping[str, Value] = {"pipeline_schedule": "pipedream-2bw", "clip_grad": CLIP}
 
 
 @pytest.mark.parametrize(
@@ -171,17 +135,6 @@ def test_one_emulated_stage_is_synchronous_training(results: Results, case: Jobs
     found, wanted = (results[each] for each in case.jobs)
     assert found.losses == wanted.losses
     assert found.reported == wanted.reported
-
-
-@pytest.mark.parametrize(
-    "case",
-    [Jobs((job(**TWO_VERSIONS, emulate_pipeline_stages=4), job(**TWO_VERSIONS)))],
-    ids=["pipedream-2bw"],
-)
-def test_a_delay_of_one_step_needs_no_emulation(results: Results, case: Jobs) -> None:
-    found, wanted = (results[each] for each in case.jobs)
-    assert found.losses == wanted.losses
-    assert found.norms == wanted.norms
 
 
 @pytest.mark.parametrize("case", [Jobs((emulated(2), emulated(4), SYNCHRONOUS))], ids=["stages"])
@@ -221,18 +174,7 @@ def test_evaluation_leaves_training_alone(results: Results, case: Jobs) -> None:
 
 # The reference shares nothing with the package.
 
-SCRIPT = REPOSITORY / "tests" / "reference" / "staged_training.py"
 RTOL = 1e-5
-# One learning rate and weight decay for all steps.
-CONSTANT: Mapping[str, Value] = {
-    "lr_decay_style": "constant",
-    "lr_warmup_iters": 0,
-    "start_weight_decay": None,
-    "end_weight_decay": None,
-    "weight_decay_incr_style": "constant",
-    "clip_grad": 1.0,
-}
-Weights = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,28 +215,19 @@ def references(
     results: Results, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Weights]]:
     """W(1), W(2), ... of each setting, computed in one process."""
-    directory = tmp_path_factory.mktemp("reference")
-    runs: list[dict[str, Any]] = [
-        {
+    runs = {
+        setting.name: {
             "start": str(results[setting.jobs[0]].directory / "rank0.pt"),
-            "out": str(directory / f"{setting.name}.pt"),
             "stages": setting.stages,
             "optimizer": {"adam": "adamw"}.get(setting.optimizer, setting.optimizer),
             "lr": setting.lr,
             "weight_decay": setting.weight_decay,
         }
         for setting in SETTINGS
-    ]
-    file = directory / "runs.json"
-    file.write_text(json.dumps(runs))
-    argv = ["--runs", str(file), *job_argv(job(**CONSTANT))]
-    run_torchrun(1, argv, launcher="plain", script=SCRIPT)
-    return {Path(run["out"]).stem: torch.load(run["out"]) for run in runs}
-
-
-def distance(these: Weights, those: Weights) -> float:
-    squares = [(these[name] - those[name]).double().square().sum() for name in these]
-    return float(torch.stack(squares).sum().sqrt())
+    }
+    argv = job_argv(job(**CONSTANT))
+    directory = tmp_path_factory.mktemp("reference")
+    return run_references(STAGED, runs, argv=argv, directory=directory)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
@@ -316,10 +249,6 @@ def test_reference_tells_numbers_of_stages_apart(references: dict[str, list[Weig
     four, two = references["adamw"], references["adamw-2"]
     assert distance(four[0], two[0]) == 0.0
     assert distance(four[-1], two[-1]) > 1000 * RTOL * distance(four[-1], four[0])
-
-
-def test_reference_uses_nothing_of_the_package() -> None:
-    assert "megatron_async" not in SCRIPT.read_text()
 
 
 # Saving and resuming

@@ -1,29 +1,23 @@
 """The parameters of a run follow those of a reference that shares nothing with the package."""
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.gpt import ASYNC, REPOSITORY, Value
+from tests.support.gpt import ASYNC, Value
+from tests.support.references import (
+    CONSTANT,
+    DELAYED,
+    REFERENCES,
+    Weights,
+    distance,
+    run_references,
+)
 from tests.support.shared_jobs import Job, Results, job, job_argv
-from tests.support.torchrun import run_torchrun
 
-SCRIPT = REPOSITORY / "tests" / "reference" / "delayed_training.py"
 RTOL = 1e-5
-
-# One learning rate and weight decay for all steps.
-CONSTANT: dict[str, Value] = {
-    "lr_decay_style": "constant",
-    "lr_warmup_iters": 0,
-    "start_weight_decay": None,
-    "end_weight_decay": None,
-    "weight_decay_incr_style": "constant",
-    "clip_grad": 1.0,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +49,14 @@ class Setting:
             "weight_decay": self.weight_decay,
             "pipeline_model_parallel_size": stages,
         }
-        if self.correction is not None:
-            flags["delay_correction"] = self.correction
-            flags["delay_correction_strength"] = self.strength
-            flags["delay_correction_momentum"] = self.momentum
-            flags["delay_correction_adaptive_strength"] = self.adaptive
+        if self.correction == "nesterov":
+            flags |= {"delay_correction": "nesterov", "delay_correction_momentum": self.momentum}
+        elif self.correction is not None:
+            flags |= {
+                "delay_correction": self.correction,
+                "delay_correction_strength": self.strength,
+                "delay_correction_adaptive_strength": self.adaptive,
+            }
         return job(stages, dump=("trajectory",), **flags)
 
 
@@ -115,19 +112,15 @@ CASES = [
     *(pytest.param(Case(setting, 2), id=f"{setting.name}-2") for setting in OTHER_CORRECTIONS),
 ]
 
-Weights = dict[str, torch.Tensor]
-
 
 @pytest.fixture(scope="module")
 def references(
     results: Results, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Weights]]:
     """W(1), W(2), ... of each setting, computed in one process."""
-    directory = tmp_path_factory.mktemp("reference")
-    runs: list[dict[str, Any]] = [
-        {
+    runs = {
+        setting.name: {
             "start": str(results[STARTING].directory / "rank0.pt"),
-            "out": str(directory / f"{setting.name}.pt"),
             "delay": setting.delay,
             "optimizer": {"adam": "adamw"}.get(setting.optimizer, setting.optimizer),
             "lr": setting.lr,
@@ -139,12 +132,10 @@ def references(
             "clipped_stages": 1,
         }
         for setting in (*SETTINGS, *OTHER_CORRECTIONS, *OTHERS)
-    ]
-    file = directory / "runs.json"
-    file.write_text(json.dumps(runs))
-    argv = ["--runs", str(file), *job_argv(job(**CONSTANT))]
-    run_torchrun(1, argv, launcher="plain", script=SCRIPT)
-    return {Path(run["out"]).stem: torch.load(run["out"]) for run in runs}
+    }
+    argv = job_argv(job(**CONSTANT))
+    directory = tmp_path_factory.mktemp("reference")
+    return run_references(DELAYED, runs, argv=argv, directory=directory)
 
 
 def _stages(found: Results, case: Case) -> list[dict[str, Any]]:
@@ -158,8 +149,7 @@ def _reference_name(name: str) -> str:
 
 
 def _distance(these: Weights, those: Weights) -> float:
-    squares = [(these[n] - those[_reference_name(n)]).double().square().sum() for n in these]
-    return float(torch.stack(squares).sum().sqrt())
+    return distance(these, {name: those[_reference_name(name)] for name in these})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -215,4 +205,5 @@ def test_reference_tells_trajectories_apart_from_the_first_update_on(
 
 
 def test_reference_uses_nothing_of_the_package() -> None:
-    assert "megatron_async" not in Path(SCRIPT).read_text()
+    for script in REFERENCES.glob("*.py"):
+        assert "megatron_async" not in script.read_text(), script

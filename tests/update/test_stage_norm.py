@@ -1,6 +1,5 @@
 """``--grad-norm-scope stage`` clips each stage by its own norm, as a plain reference does."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,8 @@ import pytest
 import torch
 
 from tests.support.gpt import ASYNC, Value
+from tests.support.references import CONSTANT, DELAYED, distance, run_references
 from tests.support.shared_jobs import Job, Results, job, job_argv
-from tests.support.torchrun import run_torchrun
-from tests.training.test_reference import CONSTANT, SCRIPT
-
-pytestmark = pytest.mark.timeout(600)
 
 STAGES = 2
 FLAGS: dict[str, Value] = {
@@ -43,10 +39,6 @@ class Case:
         return self.jobs[0]
 
 
-def distance(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> float:
-    return sum(float((these[n] - those[n]).double().square().sum()) for n in these) ** 0.5
-
-
 @pytest.mark.parametrize("case", [pytest.param(Case(), id="pp2-untied")])
 def test_each_stage_is_clipped_by_its_own_norm(
     results: Results, case: Case, tmp_path: Path
@@ -65,19 +57,18 @@ def test_each_stage_is_clipped_by_its_own_norm(
         "adaptive": False,
         "delay": 1,
     }
-    runs = [
-        {**run, "clipped_stages": stages, "out": str(tmp_path / f"{stages}.pt")}
-        for stages in (STAGES, 1)
-    ]
-    (tmp_path / "runs.json").write_text(json.dumps(runs))
-    argv = ["--runs", str(tmp_path / "runs.json"), *job_argv(job(model="untied", **FLAGS))]
-    run_torchrun(1, argv, launcher="plain", script=SCRIPT)
-    wanted, all_together = (torch.load(each["out"]) for each in runs)
+    runs = {
+        "each": {**run, "clipped_stages": STAGES},
+        "together": {**run, "clipped_stages": 1},
+    }
+    argv = job_argv(job(model="untied", **FLAGS))
+    found = run_references(DELAYED, runs, argv=argv, directory=tmp_path)
+    wanted, all_together = found["each"], found["together"]
     assert len(wanted) == 10
     for stage in stages:
         assert len(stage["steps"]) == len(wanted)
-        for k, found in enumerate(stage["steps"]):
-            way = distance(found, start)
-            assert distance(found, wanted[k]) <= 1e-5 * way, f"step {k}"
+        for k, weights in enumerate(stage["steps"]):
+            way = distance(weights, start)
+            assert distance(weights, wanted[k]) <= 1e-5 * way, f"step {k}"
             # Clipping by the norm over all stages would be seen.
-            assert distance(found, all_together[k]) > 1e-2 * way, f"step {k}"
+            assert distance(weights, all_together[k]) > 1e-2 * way, f"step {k}"
