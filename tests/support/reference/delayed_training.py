@@ -18,13 +18,14 @@ taken on, x, are others:
   a(0) = lambda U(0).
 - "weight-prediction": y(k+1) = y(k) - U(k), x(k+1) = y(k+1) - lambda U(k).
 - "nesterov": w(k+1) = x(k) - (1 - gamma) U(k), x(k+1) = w(k+1) + gamma (w(k+1) - w(k)).
+- "damping": x(k+1) = x(k) - strength U(k).
 - "delay-compensation", adaptive: U is made of g + lambda g^2 / sqrt(v) (x(k) - x(k-1)), with v the
   moving average of g^2 with a decay of 0.95, which starts with the first.
 
 RUNS.json is a list of objects: ``start`` (file with ``initial``: name -> tensor), ``out`` (file for
 a list of such, W(1), W(2), ...), ``optimizer`` ("sgd" or "adamw"), ``lr``, ``weight_decay``,
-``correction`` (null for none), ``strength``, ``momentum``, ``adaptive``, ``delay`` (1, or 0 for
-W(k) in the place of W(k-1)) and ``clipped_stages`` (gradients are clipped by the norms of so many
+``correction`` (null for none), ``strength``, ``momentum``, ``adaptive``, ``delay`` (d for W(k-d) in
+the place of W(k-1)) and ``clipped_stages`` (gradients are clipped by the norms of so many
 parts of the model, each by its own; 1 for the norm of all).
 """
 
@@ -198,11 +199,17 @@ class _DelayCompensation(_Plain):
         }
 
 
+class _Damping(_Plain):
+    def next(self, versions: list[Weights], update: Weights) -> Weights:
+        return {name: x - self.strength * update[name] for name, x in versions[-1].items()}
+
+
 _CORRECTIONS = {
     None: _Plain,
     "error-feedback": _ErrorFeedback,
     "weight-prediction": _WeightPrediction,
     "nesterov": _Nesterov,
+    "damping": _Damping,
     "delay-compensation": _DelayCompensation,
 }
 
