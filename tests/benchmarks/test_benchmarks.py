@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.jobs import gpt_flags, run_job
 
 from tests.support.gpt import REPOSITORY
 from tests.support.output import read_scalars
@@ -58,12 +59,8 @@ def test_paced_notices_a_misplaced_completion(tmp_path: Path) -> None:
     assert ratios["2bw"] < 1.05 < ratios["2bw-misplaced"]
 
 
-def test_the_logged_bubble_is_the_pipelines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_logged_bubble_is_the_pipelines(tmp_path: Path) -> None:
     """(p - 1) / (m + p - 1) of a synchronous iteration, next to nothing of an asynchronous one."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from support.jobs import gpt_flags, run_job
 
     def share(*flags: str) -> float:
         folder = tmp_path / "-".join(["scalars", *flags])

@@ -13,6 +13,7 @@ import torch
 
 from tests.checkpoint.old_formats import write_as
 from tests.support.gpt import ASYNC, Value, gpt_args
+from tests.support.preludes import signalled
 from tests.support.steps import (
     COMMON_FLAGS,
     Outcome,
@@ -135,7 +136,7 @@ def one_rank(directory: Path) -> dict[str, Outcome]:
 def two_ranks(directory: Path) -> dict[str, Outcome]:
     plain: dict[str, Value] = {**ASYNC, **TORCH, **STAGES_2}
     evaluating: dict[str, Value] = {"eval_interval": 2, "eval_iters": 2}
-    signalled = {**plain, **saves("signalled", 100), "exit_signal_handler": True}
+    handled = {**plain, **saves("signalled", 100), "exit_signal_handler": True}
     sharded: dict[str, Value] = {
         **ADAPTIVE,
         **TORCH_DIST,
@@ -150,7 +151,7 @@ def two_ranks(directory: Path) -> dict[str, Outcome]:
             Step("stopped", {**plain, **evaluating, **saves("stopped", 2, exit_interval=5)}),
             Step("resumed from 4", {**plain, **evaluating, **loads("stopped", 4)}),
             Step("resumed from 5", {**plain, **loads("stopped")}),
-            Step("signalled", signalled, prelude=signalled("SIGTERM", iteration=3, rank=1)),
+            Step("signalled", handled, prelude=signalled("SIGTERM", iteration=3, rank=1)),
             Step("resumed from signal", {**plain, **loads("signalled")}),
             Step("synchronous", {**STAGES_2, **TORCH, **saves("stages-torch", exit_interval=3)}),
             Step("as torch", {**plain, **loads("stages-torch")}),
@@ -334,7 +335,9 @@ def test_the_schedule_can_be_left_at_a_resume(one_rank: dict[str, Outcome]) -> N
         ),
     ],
 )
-def test_the_correction_can_be_changed_at_a_resume(one_rank, name: str, notice: str) -> None:
+def test_the_correction_can_be_changed_at_a_resume(
+    one_rank: dict[str, Outcome], name: str, notice: str
+) -> None:
     assert notice in one_rank[name].notices[-1]
     found, expected = one_rank[name].by_iteration, one_rank["uninterrupted"].by_iteration
     # Both weight versions are those that were saved; the next one is another.

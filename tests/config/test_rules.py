@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from megatron_async.config.validation import Facts, Rule, Scope, check, rules
+from megatron_async.config.validation import Facts, Rule, check, rules
+from megatron_async.config.validation.rule import Scope
 from tests.config.cases import ASYNC, CASES, DEFAULTS, FACTS, PLAIN, parse, problems
 
 pytestmark = pytest.mark.usefixtures("adaptive_muon_runs")

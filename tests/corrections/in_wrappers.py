@@ -36,7 +36,7 @@ class TwoWeights(MegatronModule):
         super().__init__(config)
         self.weight = torch.nn.Parameter(torch.zeros(3, 5, dtype=dtype))
         self.expert = torch.nn.Parameter(torch.zeros(2, 4, dtype=dtype))
-        self.expert.allreduce = False
+        self.expert.allreduce = False  # type: ignore[attr-defined]
 
 
 def run(case: str, *, bf16: bool, distributed: bool) -> dict[str, Any]:

@@ -228,9 +228,7 @@ def test_follows_its_formula(name: str, optimizer: str) -> None:
     uncorrected = plain(Updates(make), problem)
     for k, (these, those) in enumerate(zip(found, wanted, strict=True)):
         for x, y in zip(these, those, strict=True):
-            torch.testing.assert_close(
-                x, y, rtol=2e-4, atol=2e-5, msg=lambda text, k=k: f"x_{k}: {text}"
-            )
+            torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-5, msg=f"x_{k} is another one")
     moved = max(float((x - y).abs().max()) for x, y in zip(found[-1], uncorrected[-1], strict=True))
     # A step of an optimizer of signs is the same for gradients of the same signs.
     assert moved > (1e-3 if optimizer != "lion" else 0.0), "the correction changed nothing"

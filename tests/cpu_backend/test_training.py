@@ -175,7 +175,7 @@ def test_dist_muon_agrees_with_muon_on_one_rank_in_bf16() -> None:
 def test_expert_parallelism_agrees_with_one_rank(tmp_path: Path) -> None:
     # Experts start from other seeds on other ranks, so both start from one checkpoint; Megatron
     # cannot reshard the optimizer over expert parallelism, so it is one without state.
-    argv = {
+    argv: dict[str, Any] = {
         **NO_DROPOUT,
         "num_experts": 4,
         "moe_router_topk": 2,

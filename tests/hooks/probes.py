@@ -32,7 +32,8 @@ Attributes = dict[str, Any]
 
 def _loaded(*packages: str) -> Iterator[tuple[str, types.ModuleType]]:
     for name, module in sorted(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and any(
+        # Some are no modules.
+        if issubclass(type(module), types.ModuleType) and any(
             name == package or name.startswith(package + ".") for package in packages
         ):
             yield name, module
@@ -241,7 +242,7 @@ def too_late_for_a_script() -> None:
 def too_late_for_main() -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    sys.modules["__main__"].get_forward_backward_func = get_forward_backward_func
+    vars(sys.modules["__main__"])["get_forward_backward_func"] = get_forward_backward_func
     _refused("too late", "__main__", "get_forward_backward_func")
 
 
@@ -267,7 +268,7 @@ def replaced_by_another_copy() -> None:
 
     def other(*_: Any) -> None: ...
 
-    other._megatron_async_hook = True
+    vars(other)["_megatron_async_hook"] = True
     training.train_step, training.get_megatron_optimizer = training.train_step, other
     _refused("megatron.training.training.get_megatron_optimizer is replaced already")
 

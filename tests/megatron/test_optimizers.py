@@ -1,6 +1,8 @@
 """What Megatron's optimizers are made of."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from megatron_async.megatron.optimizers import (
 )
 
 
-def _leaf(parameters: list[torch.Tensor], **more: object) -> SimpleNamespace:
+def _leaf(parameters: Sequence[torch.Tensor], **more: object) -> SimpleNamespace:
     groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
     return SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups), **more)
 
@@ -32,7 +34,7 @@ def test_optimizer_of_the_models_parameters() -> None:
 
 
 def test_optimizer_of_main_parameters() -> None:
-    model = torch.nn.Linear(3, 2)
+    model: Any = torch.nn.Linear(3, 2)
     main = torch.zeros(3)  # this rank's shard
     model.weight.main_param = main
     model.bias.main_param = None
@@ -40,7 +42,7 @@ def test_optimizer_of_main_parameters() -> None:
 
 
 def test_optimizer_of_shards_of_fp32_parameters() -> None:
-    model = torch.nn.Linear(3, 2)
+    model: Any = torch.nn.Linear(3, 2)
     shard = model.bias.detach()[:1]
     leaf = _leaf(
         [shard],

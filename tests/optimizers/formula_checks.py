@@ -16,7 +16,7 @@ from megatron_async.optimizers.mars import MarsAdamW
 from megatron_async.optimizers.normuon import TensorParallelNorMuon
 
 TALL, WIDE, SQUARE = (12, 5), (5, 12), (6, 6)
-EXACT = {"coefficient_type": "simple", "fp32_matmul_prec": "highest"}
+EXACT: dict[str, Any] = {"coefficient_type": "simple", "fp32_matmul_prec": "highest"}
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, rtol: float = 2e-5) -> None:
@@ -110,7 +110,7 @@ def check_formula_of_algorithm_1() -> None:
 
 def check_fused_qkv_counts_as_three_matrices() -> None:
     groups, heights, columns = 2, [4, 2, 2], 6
-    fused = torch.nn.Parameter(random(groups * sum(heights), columns, seed=0))
+    fused: Any = torch.nn.Parameter(random(groups * sum(heights), columns, seed=0))
     fused.is_qkv = True
 
     def parts(x: torch.Tensor) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ def check_fused_qkv_counts_as_three_matrices() -> None:
         return [part.reshape(-1, columns) for part in split]
 
     separate = [torch.nn.Parameter(part.clone()) for part in parts(fused.detach())]
-    muon = {"momentum": 0.9, "scale_mode": "shape_scaling", **EXACT}
+    muon: dict[str, Any] = {"momentum": 0.9, "scale_mode": "shape_scaling", **EXACT}
     for rms in (None, 0.2):
         ours = TensorParallelNorMuon(
             [fused],
@@ -142,12 +142,17 @@ def check_fused_qkv_counts_as_three_matrices() -> None:
 
 def with_adaptive_muon(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix after three steps of AdaptiveMuon's "normuon" and of ours."""
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "nesterov": True, **EXACT}
+    settings: dict[str, Any] = {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 0.2,
+        "nesterov": True,
+        **EXACT,
+    }
     results = []
-    for cls, extra in (
-        (AdaptiveMuon, {"moment2_method": "normuon", "weight_decay_method": "decoupled"}),
-        (TensorParallelNorMuon, {}),
-    ):
+    theirs = {"moment2_method": "normuon", "weight_decay_method": "decoupled"}
+    both: list[tuple[Any, dict[str, str]]] = [(AdaptiveMuon, theirs), (TensorParallelNorMuon, {})]
+    for cls, extra in both:
         p = torch.nn.Parameter(random(*shape, seed=0))
         steps(cls([p], beta2=0.9, **settings, **extra), [p], 0, 3)
         results.append(p.detach())
@@ -215,7 +220,8 @@ def refused(message: str, function: Any) -> None:
 
 
 def check_normuon_refuses_what_it_cannot_do() -> None:
-    vector, matrix = (torch.nn.Parameter(torch.ones(s)) for s in ((3,), (3, 2)))
+    vector = torch.nn.Parameter(torch.ones(3))
+    matrix: Any = torch.nn.Parameter(torch.ones(3, 2))
     refused("matrices", lambda: steps(TensorParallelNorMuon([vector], lr=0.1), [vector], 0, 1))
     matrix.is_gtp_weight_remat = True
     refused("gtp_remat", lambda: steps(TensorParallelNorMuon([matrix], lr=0.1), [matrix], 0, 1))
@@ -232,7 +238,7 @@ def shards(whole: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def split_parameter(seed: int, dim: int, shape: tuple[int, int] = (8, 6)) -> Any:
-    p = torch.nn.Parameter(shards(random(*shape, seed=seed), dim))
+    p: Any = torch.nn.Parameter(shards(random(*shape, seed=seed), dim))
     p.tensor_model_parallel, p.partition_dim = True, dim
     return p
 
@@ -259,7 +265,7 @@ def compare_split_with_whole(cls: type, settings: dict[str, Any], scale: float =
 
 
 def check_tensor_parallel_mars() -> None:
-    settings = {"gamma": 0.3, "weight_decay": 0.1, "eps": 1e-3}
+    settings: dict[str, Any] = {"gamma": 0.3, "weight_decay": 0.1, "eps": 1e-3}
     compare_split_with_whole(MarsAdamW, settings)
     # A shard's norm is below 1, the whole matrix's is not.
     compare_split_with_whole(MarsAdamW, settings, scale=0.18)
@@ -268,7 +274,12 @@ def check_tensor_parallel_mars() -> None:
 def check_tensor_parallel_normuon() -> None:
     for rms in (None, 0.2):
         for mode in ("duplicated", "distributed"):
-            settings = {"tp_mode": mode, "update_rms": rms, "weight_decay": 0.1, **EXACT}
+            settings: dict[str, Any] = {
+                "tp_mode": mode,
+                "update_rms": rms,
+                "weight_decay": 0.1,
+                **EXACT,
+            }
             compare_split_with_whole(TensorParallelNorMuon, settings)
     # Blockwise, a shard is a matrix of its own.
     groups = SimpleNamespace(tp=dist.group.WORLD, gtp_remat=None)

@@ -6,6 +6,7 @@ Functions of ``worker.py``, which sets the ranks up.
 import copy
 import io
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,7 +138,7 @@ class Training:
         self.params = list(model.parameters())
 
     @staticmethod
-    def _local(p: torch.Tensor, seed: int) -> torch.Tensor:
+    def _local(p: Any, seed: int) -> torch.Tensor:
         """The local part of a random tensor of the whole parameter's shape."""
         size = parallel_state.get_tensor_model_parallel_world_size()
         if not getattr(p, "tensor_model_parallel", False) or size == 1:
@@ -185,12 +186,12 @@ def owner(name: str, p: torch.Tensor) -> str:
 
 def reference(name: str, params: list[Any], owners: list[str]) -> list[torch.optim.Optimizer]:
     """The bare torch optimizers that Megatron's should be equal to."""
-    decay = {"weight_decay": 0.1}
+    decay: dict[str, Any] = {"weight_decay": 0.1}
     groups: dict[str, list[dict[str, Any]]] = {}
     for p, which in zip(params, owners, strict=True):
         entry = {"params": [p], **({"weight_decay": 0.0} if p.ndim == 1 else {})}
         groups.setdefault(which, []).append(entry)
-    make = {
+    make: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "adan": lambda g: Adan(g, lr=0.05, betas=(0.9, 0.8, 0.95), eps=1e-4, **decay),
         "mars": lambda g: MarsAdamW(g, 0.05, betas=(0.9, 0.95), eps=1e-4, gamma=0.3, **decay),
         "adam": lambda g: torch.optim.AdamW(g, lr=0.05, betas=(0.9, 0.999), eps=1e-8, **decay),
@@ -215,7 +216,7 @@ def compare_with_bare_optimizer(name: str, *, bf16: bool) -> None:
     training = Training(name, bf16=bf16)
     copies = []
     for p in training.params:
-        twin = torch.nn.Parameter(p.detach().float().clone())
+        twin: Any = torch.nn.Parameter(p.detach().float().clone())
         twin.is_qkv = getattr(p, "is_qkv", False)
         copies.append(twin)
     assert any(twin.is_qkv for twin in copies)

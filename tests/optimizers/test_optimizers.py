@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ SHAPES = ((5, 3), (4,), (2, 3, 2))
 RATES = (0.1, 0.07, 0.2, 0.05, 0.01, 0.03)
 
 
-def numpy_adan(x, gradients, rates, *, betas, eps, weight_decay):
+def numpy_adan(
+    x: Any, gradients: Any, rates: Any, *, betas: Any, eps: Any, weight_decay: Any
+) -> Any:
     """Algorithm 1 of arXiv 2208.06677, with its betas (1 minus ours), bias-corrected."""
     beta1, beta2, beta3 = (1 - beta for beta in betas)
     m, v, n = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
@@ -45,7 +48,9 @@ def numpy_adan(x, gradients, rates, *, betas, eps, weight_decay):
     return x
 
 
-def numpy_mars(x, gradients, rates, *, betas, eps, weight_decay, gamma):
+def numpy_mars(
+    x: Any, gradients: Any, rates: Any, *, betas: Any, eps: Any, weight_decay: Any, gamma: Any
+) -> Any:
     """MARS-AdamW of arXiv 2411.10438 with the gradient of the last batch, x_0 = x_1."""
     beta1, beta2 = betas
     m, v = np.zeros_like(x), np.zeros_like(x)
@@ -102,8 +107,8 @@ def train(
             p.grad.zero_()
 
 
-ADAN = {"betas": (0.9, 0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
-MARS = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "gamma": 0.3}
+ADAN: dict[str, Any] = {"betas": (0.9, 0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+MARS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "gamma": 0.3}
 BOTH = pytest.mark.parametrize(
     ("cls", "settings", "formula"), [(Adan, ADAN, numpy_adan), (MarsAdamW, MARS, numpy_mars)]
 )
@@ -111,7 +116,9 @@ BOTH = pytest.mark.parametrize(
 
 @BOTH
 @pytest.mark.parametrize("scale", [0.05, 1.0])  # MARS's clipping inactive and active
-def test_every_step_follows_the_published_formula(cls, settings, formula, scale):
+def test_every_step_follows_the_published_formula(
+    cls: Any, settings: Any, formula: Any, scale: Any
+) -> None:
     params = parameters()
     start = [p.detach().numpy().copy() for p in params]
     gradients = gradients_for(params, len(RATES), scale)
@@ -128,7 +135,7 @@ def test_every_step_follows_the_published_formula(cls, settings, formula, scale)
             np.testing.assert_allclose(p.detach().numpy(), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_mars_clips_each_tensor_by_its_own_norm():
+def test_mars_clips_each_tensor_by_its_own_norm() -> None:
     params = parameters()
     gradients = gradients_for(params, 1)
     gradients[0][0].mul_(100)
@@ -140,7 +147,7 @@ def test_mars_clips_each_tensor_by_its_own_norm():
     assert norms[1] == pytest.approx(min(1.0, unclipped))
 
 
-def test_adan_without_nesterov_term_is_adam():
+def test_adan_without_nesterov_term_is_adam() -> None:
     ours, theirs = parameters(), parameters()
     gradients = gradients_for(ours, len(RATES))
     train(Adan(ours, betas=(0.9, 0.0, 0.95), eps=1e-3), gradients)
@@ -149,7 +156,7 @@ def test_adan_without_nesterov_term_is_adam():
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def test_adan_of_an_unchanging_gradient_is_adam():
+def test_adan_of_an_unchanging_gradient_is_adam() -> None:
     ours, theirs = parameters(), parameters()
     gradients = gradients_for(ours, 1) * len(RATES)
     train(Adan(ours, betas=(0.9, 0.7, 0.95), eps=1e-3), gradients)
@@ -158,10 +165,10 @@ def test_adan_of_an_unchanging_gradient_is_adam():
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def test_mars_without_correction_is_adamw():
+def test_mars_without_correction_is_adamw() -> None:
     ours, theirs = parameters(), parameters()
     gradients = gradients_for(ours, len(RATES), scale=0.05)
-    settings = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+    settings: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
     train(MarsAdamW(ours, gamma=0.0, **settings), gradients)
     train(torch.optim.AdamW(theirs, **settings), gradients)
     for p, q in zip(ours, theirs, strict=True):
@@ -169,7 +176,7 @@ def test_mars_without_correction_is_adamw():
 
 
 @pytest.mark.parametrize("cls", [Adan, MarsAdamW])
-def test_first_step_moves_each_element_by_the_learning_rate(cls):
+def test_first_step_moves_each_element_by_the_learning_rate(cls: Any) -> None:
     # m / sqrt(n) is the gradient's sign whatever its size: by hand, 1 - 0.1 and -2 + 0.1.
     p = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     p.grad = torch.tensor([0.3, -0.004], dtype=torch.float64)
@@ -178,7 +185,9 @@ def test_first_step_moves_each_element_by_the_learning_rate(cls):
 
 
 @BOTH
-def test_a_gradient_that_comes_late_starts_without_a_change(cls, settings, formula):
+def test_a_gradient_that_comes_late_starts_without_a_change(
+    cls: Any, settings: Any, formula: Any
+) -> None:
     p, late = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
     optimizer = cls([p, late], lr=0.1, **settings)
     p.grad = torch.full_like(p, 0.5)
@@ -194,7 +203,9 @@ def test_a_gradient_that_comes_late_starts_without_a_change(cls, settings, formu
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_deterministic_and_keep_the_dtype(cls, settings, formula, dtype):
+def test_steps_are_deterministic_and_keep_the_dtype(
+    cls: Any, settings: Any, formula: Any, dtype: Any
+) -> None:
     results = []
     for _ in range(2):
         params = parameters(dtype)
@@ -210,7 +221,9 @@ def test_steps_are_deterministic_and_keep_the_dtype(cls, settings, formula, dtyp
 
 
 @BOTH
-def test_a_saved_and_loaded_state_goes_on_exactly(cls, settings, formula, tmp_path):
+def test_a_saved_and_loaded_state_goes_on_exactly(
+    cls: Any, settings: Any, formula: Any, tmp_path: Path
+) -> None:
     params = parameters(torch.float32)
     gradients = gradients_for(params, len(RATES))
     optimizer = cls(params, **settings)
@@ -231,7 +244,9 @@ def test_a_saved_and_loaded_state_goes_on_exactly(cls, settings, formula, tmp_pa
 
 
 @BOTH
-def test_state_of_another_owner_is_neither_read_nor_lost(cls, settings, formula):
+def test_state_of_another_owner_is_neither_read_nor_lost(
+    cls: Any, settings: Any, formula: Any
+) -> None:
     # The delay correction keeps its buffer there, perhaps from before the first gradient.
     plain, shared = parameters(), parameters()
     gradients = gradients_for(plain, 2)
@@ -254,19 +269,19 @@ def test_state_of_another_owner_is_neither_read_nor_lost(cls, settings, formula)
         (MarsAdamW, {"gamma": -1.0}, "gamma"),
     ],
 )
-def test_hyperparameters_out_of_range_are_refused(cls, settings, named):
+def test_hyperparameters_out_of_range_are_refused(cls: Any, settings: Any, named: Any) -> None:
     with pytest.raises(ValueError, match=named):
         cls(parameters(), **settings)
 
 
 @pytest.mark.parametrize("cls", [Adan, MarsAdamW])
-def test_a_closure_is_refused(cls):
+def test_a_closure_is_refused(cls: Any) -> None:
     with pytest.raises(ValueError, match="closure"):
         cls(parameters()).step(lambda: 0.0)
 
 
 @pytest.mark.parametrize(("cls", "settings"), [(Adan, ADAN), (MarsAdamW, MARS)])
-def test_a_copy_is_independent(cls, settings):
+def test_a_copy_is_independent(cls: Any, settings: Any) -> None:
     params = parameters()
     optimizer = cls(params, **settings)
     train(optimizer, gradients_for(params, 1))
@@ -278,7 +293,7 @@ def test_a_copy_is_independent(cls, settings):
         assert torch.equal(p, q)
 
 
-def test_flags_reach_a_parser_and_its_optimizer_choices():
+def test_flags_reach_a_parser_and_its_optimizer_choices() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--optimizer", default="adam", choices=["adam", "soap"])
     assert optimizers.add_optimizer_arguments(parser) is parser
@@ -291,12 +306,13 @@ def test_flags_reach_a_parser_and_its_optimizer_choices():
     # A second time nothing is added.
     assert optimizers.add_optimizer_arguments(parser) is parser
     choices = parser._option_string_actions["--optimizer"].choices
+    assert choices is not None
     assert list(choices) == ["adam", "soap", *optimizers.own_names()]
     with pytest.raises(SystemExit):
         parser.parse_args(["--optimizer", "nosuch"])
 
 
-def test_flags_that_megatron_has_itself_are_left_to_it():
+def test_flags_that_megatron_has_itself_are_left_to_it() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--soap-shampoo-beta", type=float, default=0.5)
     assert optimizers.add_optimizer_arguments(parser).parse_args([]).soap_shampoo_beta == 0.5
@@ -315,11 +331,11 @@ def test_flags_that_megatron_has_itself_are_left_to_it():
         ([], False),
     ],
 )
-def test_a_command_line_asks_for_these_optimizers(argv, wanted):
+def test_a_command_line_asks_for_these_optimizers(argv: Any, wanted: Any) -> None:
     assert optimizers.requested(argv) is wanted
 
 
-def test_importing_the_package_imports_neither_torch_nor_megatron():
+def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:
     code = (
         "import sys, megatron_async.optimizers; "
         "print([n for n in ('torch', 'megatron') if n in sys.modules])"
@@ -367,12 +383,12 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_in_megatron(outcomes, name):
+def test_in_megatron(outcomes: Any, name: Any) -> None:
     if outcomes[name]:
         pytest.fail(outcomes[name], pytrace=False)
 
 
-ASYNCHRONOUS = {
+ASYNCHRONOUS: dict[str, Any] = {
     "num_layers": 2,
     "global_batch_size": 4,
     "train_iters": 5,
@@ -382,11 +398,15 @@ ASYNCHRONOUS = {
     "delay_correction": "error-feedback",
     "ckpt_format": "torch_dist",
 }
-PIPELINE = {"pipeline_model_parallel_size": 2, "adan_beta1": 0.97, "mars_gamma": 0.03}
+PIPELINE: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "adan_beta1": 0.97,
+    "mars_gamma": 0.03,
+}
 
 
 @pytest.mark.parametrize("name", ["adan", "mars"])
-def test_asynchronous_training_through_the_launcher(name):
+def test_asynchronous_training_through_the_launcher(name: Any) -> None:
     job = run_torchrun(2, gpt_args(**ASYNCHRONOUS, **PIPELINE, optimizer=name), launcher="plugin")
     losses = job.loss_values
     assert len(losses) == 5
@@ -395,8 +415,8 @@ def test_asynchronous_training_through_the_launcher(name):
     assert (shown["optimizer"], shown["adan_beta1"], shown["mars_gamma"]) == (name, "0.97", "0.03")
 
 
-def test_asynchronous_normuon_resumes_exactly(tmp_path):
-    saving = {"save": tmp_path, "save_interval": 3}
+def test_asynchronous_normuon_resumes_exactly(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {"save": tmp_path, "save_interval": 3}
     whole = run_torchrun(
         1, gpt_args(**ASYNCHRONOUS, **saving, optimizer="normuon"), launcher="plugin"
     )
@@ -412,7 +432,7 @@ def test_asynchronous_normuon_resumes_exactly(tmp_path):
     assert rest.loss_values[5] == pytest.approx(whole.loss_values[5], abs=2e-6)
 
 
-def test_defaults_are_the_published_ones():
+def test_defaults_are_the_published_ones() -> None:
     args = optimizers.add_optimizer_arguments(argparse.ArgumentParser()).parse_args([])
     assert (args.adan_beta1, args.adan_beta2, args.adan_beta3, args.adan_eps) == (
         *(0.98, 0.92, 0.99),

@@ -1,6 +1,7 @@
 """Prints the numbers of parameters of the models that Megatron builds, as JSON."""
 
 import json
+from typing import Any
 
 from tests.planning.models import MODELS, layout_of, shape_of
 
@@ -16,8 +17,9 @@ def megatron_counts() -> dict[str, list[int]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     new_group = dist.new_group
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     dist.new_group = lambda *a, **k: new_group(*a, **{**k, "backend": None})
 
     counts: dict[str, list[int]] = {}

@@ -35,6 +35,6 @@ def shape_of(options: dict[str, Any]) -> ModelShape:
     return ModelShape(**{**TINY, "vocab_size": 512, **options})
 
 
-def layout_of(options: dict[str, int]) -> Layout:
+def layout_of(options: dict[str, Any]) -> Layout:
     stages = options["stages"]
     return Layout(layers_per_stage=[8 // stages] * stages, **options)

@@ -158,7 +158,7 @@ def test_last_call_ignores_the_next_batch() -> None:
     ],
     ids=lambda options: "-".join(name for name, value in options.items() if value) or "undeferred",
 )
-def test_every_layout_is_valid(stages: int, options: dict[str, bool]) -> None:
+def test_every_layout_is_valid(stages: int, options: dict[str, Any]) -> None:
     rng = random.Random(stages)
     fewest = stages if options.get("reduce_late") else max(stages - 1, 1)
     for drain in (True, False):

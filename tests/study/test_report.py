@@ -183,7 +183,10 @@ def test_whole_report(tmp_path: Path) -> None:
 
 def test_gap_within_noise_has_no_recovery(tmp_path: Path) -> None:
     study = study_of(seeds=[1, 2, 3])
-    table = {**TABLE, ("one-step", "none"): [2.3, 2.0, 2.5]}
+    table: dict[tuple[str, str], list[float | None]] = {
+        **TABLE,
+        ("one-step", "none"): [2.3, 2.0, 2.5],
+    }
     report.write(study, analysis_of(study, losses(table)), tmp_path)
     row = [
         line

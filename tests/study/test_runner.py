@@ -80,7 +80,9 @@ def test_all_cells_are_run_once(tmp_path: Path) -> None:
     corrected = by_label["adam", "one-step", "error-feedback", 0.01]
     assert corrected.validation_loss == pytest.approx(2.31)
     assert corrected.losses == [pytest.approx(2.31 + 1 / number) for number in (1, 2, 3, 4)]
-    assert corrected.validation == [(4, pytest.approx(2.31))]
+    ((number, loss),) = corrected.validation
+    assert number == 4
+    assert loss == pytest.approx(2.31)
     assert corrected.seconds_per_iteration == 0.1
     assert "--lr 0.01" in " ".join(corrected.command)
     assert set(corrected.versions) >= {"torch", "megatron-core"}
@@ -423,8 +425,10 @@ def test_a_fork_trains_as_a_process_of_its_own_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_run_goes_on_from_its_checkpoint_with_the_same_losses(tmp_path: Path) -> None:
-    changes = ("optimizers.adam=null", "flags.train-iters=24", "delays=[one-step]")
-    changes += ("corrections=[error-feedback]", "checkpoints={interval: 8}")
+    changes = (
+        *("optimizers.adam=null", "flags.train-iters=24", "delays=[one-step]"),
+        *("corrections=[error-feedback]", "checkpoints={interval: 8}"),
+    )
     flags = [word for change in changes for word in ("--set", change)]
     with start("quick", "--output", str(tmp_path / "whole"), *flags) as process:
         assert process.wait(timeout=500) == 0

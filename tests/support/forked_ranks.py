@@ -34,17 +34,16 @@ LIMIT = 180.0
 
 def run_job(job: dict[str, Any], number: int, rank: int) -> None:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # A scratch part of the launch's store for each job.
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     init = dist.init_process_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        kwargs["store"] = dist.PrefixStore(f"job{number}", store)
+        kwargs["store"] = PrefixStore(f"job{number}", store)
         kwargs |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
         return init(*args, **kwargs)
 

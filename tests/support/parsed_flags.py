@@ -44,7 +44,8 @@ def parse(jobs: Sequence[tuple[Sequence[str], int]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     jobs = json.load(sys.stdin)
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(major=9, minor=0)
+    cuda: Any = torch.cuda
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(major=9, minor=0)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     hooks.install()
     from megatron.training.arguments import parse_args, validate_args

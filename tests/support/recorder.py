@@ -75,7 +75,7 @@ class Recorder:
             self.numbers["norms"].append([update.iteration - 1, update.grad_norm])
             self.numbers["zeros"].append([update.iteration - 1, update.num_zeros])
 
-        Updates._made = recorded_made  # type: ignore[method-assign]
+        Updates._made = recorded_made  # type: ignore[method-assign, assignment]
         training.train_step = recorded_train_step
         training.evaluate = recorded_evaluate
         training.setup_model_and_optimizer = recorded_setup

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.gpt import REPOSITORY, Value
+from tests.support.gpt import REPOSITORY
 from tests.support.torchrun import run_torchrun
 
 __all__ = ["CONSTANT", "DELAYED", "REFERENCES", "STAGED", "Weights", "distance", "run_references"]
@@ -18,7 +18,7 @@ DELAYED = REFERENCES / "delayed_training.py"
 STAGED = REFERENCES / "staged_training.py"
 """A delay that differs between layers."""
 
-CONSTANT: Mapping[str, Value] = {
+CONSTANT: Mapping[str, Any] = {
     "lr_decay_style": "constant",
     "lr_warmup_iters": 0,
     "start_weight_decay": None,

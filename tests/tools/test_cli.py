@@ -1,5 +1,6 @@
 """The dispatcher of the command megatron-async."""
 
+import importlib
 import importlib.util
 
 import pytest
@@ -47,7 +48,7 @@ def test_dispatch_passes_the_rest_and_the_status(monkeypatch: pytest.MonkeyPatch
             seen.append(argv)
             return 7
 
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Module)
+    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
     assert cli.main(["data", "--input", "x"]) == 7
     assert seen == [["--input", "x"]]
 
@@ -60,6 +61,6 @@ def test_interrupt_is_one_line(
         def main(argv: list[str]) -> int:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Module)
+    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err.strip() == "megatron-async demo: interrupted"

@@ -77,7 +77,7 @@ def test_directory_to_documents(
 
 def test_globs_and_files_are_taken_once_and_in_order(corpus: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "out"
-    inputs = [corpus / "sub/b.txt", f"{corpus}/**/*.txt"]
+    inputs: list[str | Path] = [corpus / "sub/b.txt", f"{corpus}/**/*.txt"]
     assert run("--input", *inputs, "--output", f"{prefix}.bin") == 0
     assert stored_documents(prefix) == [[*"Größe\n".encode(), 255], [*b"alpha\n", 255]]
 
@@ -154,7 +154,7 @@ def test_huggingface_tokenizer(tmp_path: Path) -> None:
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (tmp_path / "text").write_text("hello world")
-    flags = ["--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    flags = ["--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     assert run("--input", tmp_path / "text", "--output", tmp_path / "out", *flags) == 0
     assert stored_documents(tmp_path / "out") == [[1, 2, 0]]
 

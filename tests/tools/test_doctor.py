@@ -1,6 +1,7 @@
 """The command megatron-async doctor."""
 
 import dataclasses
+import platform
 from importlib import metadata
 
 import pytest
@@ -59,7 +60,7 @@ def test_unsupported_distribution(
 
 
 def test_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.11.7")
+    monkeypatch.setattr(platform, "python_version", lambda: "3.11.7")
     finding = next(doctor.examine())
     assert finding.status is Status.FAIL
     assert "3.11.7 is not supported" in finding.text

@@ -3,11 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.support.gpt import Value
 from tests.support.shared_jobs import Job
 
 __all__ = [
@@ -25,21 +25,21 @@ __all__ = [
 
 CLIP = 0.5
 """Below the gradient norms of all but a few iterations."""
-MUON: Mapping[str, Value] = {
+MUON: Mapping[str, Any] = {
     "optimizer": "muon",
     "muon_tp_mode": "duplicated",
     # Its default lets a CPU multiply in bf16.
     "muon_fp32_matmul_prec": "high",
 }
-DISTRIBUTED: Mapping[str, Value] = {"use_distributed_optimizer": True}
-OVERLAPPED: Mapping[str, Value] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-RECOMPUTED: Mapping[str, Value] = {
+DISTRIBUTED: Mapping[str, Any] = {"use_distributed_optimizer": True}
+OVERLAPPED: Mapping[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+RECOMPUTED: Mapping[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-PER_TOKEN: Mapping[str, Value] = {"calculate_per_token_loss": True, "eod_mask_loss": True}
-BF16: Mapping[str, float] = {"rtol": 2e-4, "norm_rtol": 1e-2}
+PER_TOKEN: Mapping[str, Any] = {"calculate_per_token_loss": True, "eod_mask_loss": True}
+BF16: Mapping[str, Any] = {"rtol": 2e-4, "norm_rtol": 1e-2}
 """Tolerances of a case in bf16."""
 
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpt import ASYNC, Value
+from tests.support.gpt import ASYNC
 from tests.support.steps import Outcome, Step, run_steps
 
-STAGES_2: Mapping[str, Value] = {"pipeline_model_parallel_size": 2}
-REPLICAS_2: Mapping[str, Value] = {
+STAGES_2: Mapping[str, Any] = {"pipeline_model_parallel_size": 2}
+REPLICAS_2: Mapping[str, Any] = {
     **ASYNC,
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "bf16": True,
 }
-FROM_FILES: Mapping[str, Value] = {
+FROM_FILES: Mapping[str, Any] = {
     **ASYNC,
     **STAGES_2,
     "mock_data": None,
@@ -49,15 +49,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(directory: Path) -> dict[str, Outcome]:
     # A batch does not have all tokens, and the others' embeddings have no gradient.
-    counted: dict[str, Value] = {
+    counted: dict[str, Any] = {
         **STAGES_2,
         "log_num_zeros_in_grad": True,
         "untie_embeddings_and_output_weights": True,
         "vocab_size": 512,
     }
 
-    def kept(name: str) -> dict[str, Value]:
-        more: dict[str, Value] = {"save": f"{{dir}}/{name}", "save_interval": 100}
+    def kept(name: str) -> dict[str, Any]:
+        more: dict[str, Any] = {"save": f"{{dir}}/{name}", "save_interval": 100}
         return {**counted, **more, "save_wgrads_interval": 1, "exit_interval": 1}
 
     return run_steps(

@@ -7,11 +7,12 @@ deferred.
 """
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.gpt import ASYNC, Value
+from tests.support.gpt import ASYNC
 from tests.support.shared_jobs import Job, Results, job
 from tests.training.cases import (
     BF16,
@@ -25,7 +26,7 @@ from tests.training.cases import (
     parameters,
 )
 
-LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp1": (1, {}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
     "pp4": (4, {"pipeline_model_parallel_size": 4}),
@@ -56,10 +57,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {
         },
     ),
 }
-UNDEFERRED: dict[str, Value] = {"no_deferred_update": True}
+UNDEFERRED: dict[str, Any] = {"no_deferred_update": True}
 
 
-def _job(layout: str, *, model: str = "tied", **flags: Value) -> Job:
+def _job(layout: str, *, model: str = "tied", **flags: Any) -> Job:
     ranks, layout_flags = LAYOUTS[layout]
     return job(ranks, model=model, **{**ASYNC, "clip_grad": CLIP, **layout_flags, **flags})
 
@@ -72,7 +73,7 @@ def _cases(
     rtol: float = 1e-6,
     norm_rtol: float = 5e-6,
     slow: bool = False,
-    **flags: Value,
+    **flags: Any,
 ) -> list[Case]:
     """Layouts against a single stage with the same flags, whose updates are deferred.
 
@@ -99,9 +100,9 @@ def _cases(
 
 
 LIKE_ADAM = _job("pp1")
-UNEVEN: dict[str, Value] = {"decoder_first_pipeline_num_layers": 3}
-CORRECTED: dict[str, Value] = {"delay_correction": "error-feedback"}
-CORRECTIONS: dict[str, dict[str, Value]] = {
+UNEVEN: dict[str, Any] = {"decoder_first_pipeline_num_layers": 3}
+CORRECTED: dict[str, Any] = {"delay_correction": "error-feedback"}
+CORRECTIONS: dict[str, dict[str, Any]] = {
     "adaptive": {**CORRECTED, "delay_correction_adaptive_strength": True},
     "prediction": {"delay_correction": "weight-prediction"},
     "nesterov": {"delay_correction": "nesterov", "delay_correction_momentum": 0.9},
@@ -112,8 +113,8 @@ CORRECTIONS: dict[str, dict[str, Value]] = {
     },
 }
 # Four experts, two on each data-parallel rank.
-EXPERTS: dict[str, Value] = {"expert_model_parallel_size": 2}
-SECOND_BUFFER: dict[str, Value] = {**OVERLAPPED, "second_grad_buffer": True}
+EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
+SECOND_BUFFER: dict[str, Any] = {**OVERLAPPED, "second_grad_buffer": True}
 
 CASES = [
     *_cases(
@@ -277,13 +278,13 @@ def test_tied_copies_stay_equal(results: Results, case: Case) -> None:
             torch.testing.assert_close(weight, wanted, rtol=0, atol=tolerance)
 
 
-EVALUATED: dict[str, Value] = {"eval_interval": 3, "eval_iters": 2}
+EVALUATED: dict[str, Any] = {"eval_interval": 3, "eval_iters": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluatedCase:
     layout: str
-    flags: tuple[tuple[str, Value], ...] = ()
+    flags: tuple[tuple[str, Any], ...] = ()
 
     @property
     def jobs(self) -> tuple[Job, Job, Job]:
@@ -324,13 +325,13 @@ def test_evaluation_leaves_training_alone(results: Results, case: EvaluatedCase)
 
 
 START = 4
-LATE: dict[str, Value] = {"async_start_iteration": START}
+LATE: dict[str, Any] = {"async_start_iteration": START}
 
 
 @dataclasses.dataclass(frozen=True)
 class LateCase:
     layout: str
-    flags: tuple[tuple[str, Value], ...] = ()
+    flags: tuple[tuple[str, Any], ...] = ()
 
     @property
     def jobs(self) -> tuple[Job, Job, Job]:
@@ -370,7 +371,7 @@ class SingleIteration:
 
     @property
     def jobs(self) -> tuple[Job, Job]:
-        flags = {"train_iters": 1, "lr_warmup_iters": 0}
+        flags: dict[str, Any] = {"train_iters": 1, "lr_warmup_iters": 0}
         return _job(self.layout, **SECOND_BUFFER, **flags), _job(self.layout, **flags)
 
 

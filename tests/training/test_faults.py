@@ -7,11 +7,12 @@ faults are among the slow tests.
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.datasets import write_data
-from tests.support.gpt import ASYNC, Value
+from tests.support.gpt import ASYNC
 from tests.support.preludes import UNREADABLE, WRITTEN, killed, poisoned
 from tests.support.steps import (
     Outcome,
@@ -23,13 +24,13 @@ from tests.support.steps import (
     tracked,
 )
 
-CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
-STAGES_2: Mapping[str, Value] = {"pipeline_model_parallel_size": 2}
-TORCH: Mapping[str, Value] = {"ckpt_format": "torch"}
-PLAIN: Mapping[str, Value] = {**ASYNC, **STAGES_2, **TORCH}
-SHARDED: Mapping[str, Value] = {**CORRECTED, **STAGES_2, "ckpt_format": "torch_dist"}
-BACKGROUND: Mapping[str, Value] = {"async_save": True, "use_persistent_ckpt_worker": True}
-REPLICAS_2: Mapping[str, Value] = {**ASYNC, **TORCH, "use_distributed_optimizer": True}
+CORRECTED: Mapping[str, Any] = {**ASYNC, "delay_correction": "error-feedback"}
+STAGES_2: Mapping[str, Any] = {"pipeline_model_parallel_size": 2}
+TORCH: Mapping[str, Any] = {"ckpt_format": "torch"}
+PLAIN: Mapping[str, Any] = {**ASYNC, **STAGES_2, **TORCH}
+SHARDED: Mapping[str, Any] = {**CORRECTED, **STAGES_2, "ckpt_format": "torch_dist"}
+BACKGROUND: Mapping[str, Any] = {"async_save": True, "use_persistent_ckpt_worker": True}
+REPLICAS_2: Mapping[str, Any] = {**ASYNC, **TORCH, "use_distributed_optimizer": True}
 
 
 # From iteration 5 on no file of this rank, or of a process that writes for it, can grow beyond
@@ -60,17 +61,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(directory: Path) -> dict[str, Outcome]:
     cut(write_data(directory).with_suffix(".bin"))
-    synchronous: dict[str, Value] = {**STAGES_2, **TORCH, "rerun_mode": "disabled"}
-    short: dict[str, Value] = {
+    synchronous: dict[str, Any] = {**STAGES_2, **TORCH, "rerun_mode": "disabled"}
+    short: dict[str, Any] = {
         **PLAIN,
         "mock_data": None,
         "data_path": "{dir}/data",
         "split": "100,0,0",
         "vocab_size": 256,
     }
-    full: dict[str, Value] = {**SHARDED, **saves("full")}
-    background: dict[str, Value] = {**SHARDED, **BACKGROUND, **saves("background")}
-    unended: dict[str, Value] = {**SHARDED, **BACKGROUND, **saves("unended")}
+    full: dict[str, Any] = {**SHARDED, **saves("full")}
+    background: dict[str, Any] = {**SHARDED, **BACKGROUND, **saves("background")}
+    unended: dict[str, Any] = {**SHARDED, **BACKGROUND, **saves("unended")}
     return run_steps(
         2,
         [

@@ -20,7 +20,6 @@ from megatron_async.schedules.validator import validate
 from megatron_async.study import config as study_config
 from tests.config.cases import FACTS, PLAIN, parse, problems
 from tests.support import toys
-from tests.support.gpt import Value
 from tests.support.references import CONSTANT, DELAYED, Weights, distance, run_references
 from tests.support.shared_jobs import Job, Results, job, job_argv
 
@@ -38,7 +37,7 @@ class Setting:
     share: float | None = None
 
     def job(self, stages: int) -> Job:
-        flags: dict[str, Value] = {
+        flags: dict[str, Any] = {
             **CONSTANT,
             "lr": RATE,
             "min_lr": RATE,

@@ -7,10 +7,10 @@ late; a real pipeline and its emulation share nothing but the optimizer's step.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.gpt import Value
 from tests.support.output import read_scalars
 from tests.support.references import CONSTANT, STAGED, Weights, distance, run_references
 from tests.support.shared_jobs import Job, Results, job, job_argv
@@ -28,25 +28,25 @@ from tests.training.cases import (
     parameters,
 )
 
-PIPEDREAM: Mapping[str, Value] = {"pipeline_schedule": "pipedream"}
+PIPEDREAM: Mapping[str, Any] = {"pipeline_schedule": "pipedream"}
 
 
-def emulated(stages: int, ranks: int = 1, *, model: str = "tied", **flags: Value) -> Job:
+def emulated(stages: int, ranks: int = 1, *, model: str = "tied", **flags: Any) -> Job:
     """A job on one pipeline stage."""
     flags = {**PIPEDREAM, "clip_grad": CLIP, "emulate_pipeline_stages": stages, **flags}
     return job(ranks, model=model, **flags)
 
 
-def real(stages: int, ranks: int | None = None, *, model: str = "tied", **flags: Value) -> Job:
+def real(stages: int, ranks: int | None = None, *, model: str = "tied", **flags: Any) -> Job:
     """A job on as many pipeline stages."""
     flags = {**PIPEDREAM, "clip_grad": CLIP, "pipeline_model_parallel_size": stages, **flags}
     return job(ranks or stages, model=model, **flags)
 
 
-ONE_MICROBATCH: Mapping[str, Value] = {"global_batch_size": 2}
-MANY: Mapping[str, Value] = {"micro_batch_size": 1, "global_batch_size": 12}
-SHARDED: Mapping[str, Value] = {**DISTRIBUTED, **OVERLAPPED}
-LATE: Mapping[str, Value] = {"async_start_iteration": 3}
+ONE_MICROBATCH: Mapping[str, Any] = {"global_batch_size": 2}
+MANY: Mapping[str, Any] = {"micro_batch_size": 1, "global_batch_size": 12}
+SHARDED: Mapping[str, Any] = {**DISTRIBUTED, **OVERLAPPED}
+LATE: Mapping[str, Any] = {"async_start_iteration": 3}
 
 CASES = [
     Case("pp2", real(2), emulated(2)),
@@ -146,7 +146,7 @@ def test_more_stages_have_other_delays(results: Results, case: Jobs) -> None:
         assert max(abs(a / b - 1) for a, b in zip(one, other, strict=True)) > 1e-3
 
 
-EVALUATED: Mapping[str, Value] = {"eval_interval": 3, "eval_iters": 2}
+EVALUATED: Mapping[str, Any] = {"eval_interval": 3, "eval_iters": 2}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ class Setting:
 
     @property
     def jobs(self) -> tuple[Job]:
-        flags: dict[str, Value] = {
+        flags: dict[str, Any] = {
             **PIPEDREAM,
             **CONSTANT,
             "optimizer": self.optimizer,
@@ -253,10 +253,10 @@ def test_reference_tells_numbers_of_stages_apart(references: dict[str, list[Weig
 
 # Saving and resuming
 
-TORCH_DIST: Mapping[str, Value] = {**PIPEDREAM, "ckpt_format": "torch_dist"}
-NO_DROPOUT: Mapping[str, Value] = {"hidden_dropout": 0, "attention_dropout": 0}
-STAGES: Mapping[str, Value] = {"pipeline_model_parallel_size": 2}
-EMULATED: Mapping[str, Value] = {"emulate_pipeline_stages": 2}
+TORCH_DIST: Mapping[str, Any] = {**PIPEDREAM, "ckpt_format": "torch_dist"}
+NO_DROPOUT: Mapping[str, Any] = {"hidden_dropout": 0, "attention_dropout": 0}
+STAGES: Mapping[str, Any] = {"pipeline_model_parallel_size": 2}
+EMULATED: Mapping[str, Any] = {"emulate_pipeline_stages": 2}
 
 
 @pytest.fixture(scope="module")
@@ -267,15 +267,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(directory: Path) -> dict[str, Outcome]:
     """A run of two stages, and its checkpoint resumed in every way, without dropout."""
-    flags: dict[str, Value] = {**TORCH_DIST, **STAGES}
-    saves: dict[str, Value] = {"save": "{dir}/saved", "save_interval": 4, "exit_interval": 4}
-    loads: dict[str, Value] = {
+    flags: dict[str, Any] = {**TORCH_DIST, **STAGES}
+    saves: dict[str, Any] = {"save": "{dir}/saved", "save_interval": 4, "exit_interval": 4}
+    loads: dict[str, Any] = {
         **NO_DROPOUT,
         "load": "{dir}/saved",
         "no_load_rng": True,
         "ckpt_format": "torch_dist",
     }
-    logs: dict[str, Value] = {"tensorboard_dir": "{dir}/tensorboard"}
+    logs: dict[str, Any] = {"tensorboard_dir": "{dir}/tensorboard"}
     two = [
         Step("uninterrupted", flags),
         Step("saved", {**flags, **saves}),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpt import ASYNC, Value
+from tests.support.gpt import ASYNC
 from tests.support.references import (
     CONSTANT,
     DELAYED,
@@ -40,7 +40,7 @@ class Setting:
     rtol: float = RTOL
 
     def job(self, stages: int) -> Job:
-        flags: dict[str, Value] = {
+        flags: dict[str, Any] = {
             **ASYNC,
             **CONSTANT,
             "optimizer": self.optimizer,

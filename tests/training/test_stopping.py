@@ -9,11 +9,12 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.gpt import ASYNC, Value, gpt_args
+from tests.support.gpt import ASYNC, gpt_args
 from tests.support.preludes import late, signalled
 from tests.support.steps import (
     COMMON_FLAGS,
@@ -27,11 +28,11 @@ from tests.support.steps import (
 )
 from tests.support.torchrun import run_torchrun, wait_for_iteration
 
-CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
-STAGES_2: Mapping[str, Value] = {"pipeline_model_parallel_size": 2}
-PLAIN: Mapping[str, Value] = {**ASYNC, **STAGES_2, "ckpt_format": "torch"}
-SHARDED: Mapping[str, Value] = {**CORRECTED, **STAGES_2, "ckpt_format": "torch_dist"}
-EVALUATED: Mapping[str, Value] = {"eval_interval": 3, "eval_iters": 2}
+CORRECTED: Mapping[str, Any] = {**ASYNC, "delay_correction": "error-feedback"}
+STAGES_2: Mapping[str, Any] = {"pipeline_model_parallel_size": 2}
+PLAIN: Mapping[str, Any] = {**ASYNC, **STAGES_2, "ckpt_format": "torch"}
+SHARDED: Mapping[str, Any] = {**CORRECTED, **STAGES_2, "ckpt_format": "torch_dist"}
+EVALUATED: Mapping[str, Any] = {"eval_interval": 3, "eval_iters": 2}
 
 
 # Prints which signals the process that a save needs blocks, at the beginning of iteration 4.
@@ -50,7 +51,7 @@ training.train_step = look
 """
 
 
-def growing() -> dict[str, Value]:
+def growing() -> dict[str, Any]:
     """Three batches of 8 sequences, then batches of 12; the threshold is in tokens."""
     schedule = f"0:8 {3 * 8 * int(str(COMMON_FLAGS['seq_length']))}:12"
     return {"global_batch_size": None, "step_batch_size_schedule": schedule}
@@ -63,13 +64,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(directory: Path) -> dict[str, Outcome]:
-    handled: dict[str, Value] = {**PLAIN, "exit_signal_handler": True}
-    limited: dict[str, Value] = {**PLAIN, "exit_duration_in_mins": 1}
-    both: dict[str, Value] = {**limited, "exit_signal_handler": True}
+    handled: dict[str, Any] = {**PLAIN, "exit_signal_handler": True}
+    limited: dict[str, Any] = {**PLAIN, "exit_duration_in_mins": 1}
+    both: dict[str, Any] = {**limited, "exit_signal_handler": True}
     # What depends on the number of iterations does not, so that it can be raised at the resume.
-    extensible: dict[str, Value] = {**PLAIN, "lr_decay_iters": 7, "start_weight_decay": 0.1}
-    more: dict[str, Value] = {"override_opt_param_scheduler": True}
-    background: dict[str, Value] = {
+    extensible: dict[str, Any] = {**PLAIN, "lr_decay_iters": 7, "start_weight_decay": 0.1}
+    more: dict[str, Any] = {"override_opt_param_scheduler": True}
+    background: dict[str, Any] = {
         **SHARDED,
         **EVALUATED,
         "async_save": True,
@@ -77,7 +78,7 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
     }
     stopped = {**background, **saves("background", 3), "exit_signal_handler": True}
     watched = {**SHARDED, **saves("watched", 3), "exit_signal_handler": True, "train_iters": 4}
-    steps: dict[str, Value] = {**CORRECTED, **STAGES_2, "ckpt_format": "torch", **growing()}
+    steps: dict[str, Any] = {**CORRECTED, **STAGES_2, "ckpt_format": "torch", **growing()}
     return run_steps(
         2,
         [

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpt import ASYNC, Value
+from tests.support.gpt import ASYNC
 from tests.support.references import CONSTANT, DELAYED, distance, run_references
 from tests.support.shared_jobs import Job, Results, job, job_argv
 
 STAGES = 2
-FLAGS: dict[str, Value] = {
+FLAGS: dict[str, Any] = {
     **CONSTANT,
     "optimizer": "sgd",
     "lr": 0.1,

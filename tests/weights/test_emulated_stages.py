@@ -22,12 +22,12 @@ class _Model(torch.nn.Module):
         self.pre_process = True
         self.share_embeddings_and_output_weights = tied
         self.config = SimpleNamespace(num_layers=layers)
-        self.embedding = torch.nn.Module()
+        self.embedding: Any = torch.nn.Module()
         self.embedding.word_embeddings = torch.nn.Embedding(3, 2)
-        self.decoder = torch.nn.Module()
+        self.decoder: Any = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(layers))
         for number, layer in enumerate(self.decoder.layers, start=1):
-            layer.layer_number = number
+            vars(layer)["layer_number"] = number
         self.decoder.final_layernorm = torch.nn.LayerNorm(2)
         if not tied:
             self.output_layer = torch.nn.Linear(2, 3, bias=False)
@@ -69,7 +69,7 @@ def test_layers_are_spread_evenly(layers: int, stages: int, expected: list[int])
 
 
 def test_ends_of_the_model_belong_to_the_ends_of_the_pipeline() -> None:
-    model = _Model(layers=4)
+    model: Any = _Model(layers=4)
     stages = stages_of_parameters(model, 2)
     by_name = {name: stages[parameter] for name, parameter in model.named_parameters()}
     assert by_name == {
@@ -85,7 +85,7 @@ def test_ends_of_the_model_belong_to_the_ends_of_the_pipeline() -> None:
 
 
 def test_a_batch_runs_on_the_versions_of_its_stages_and_all_else_on_the_newest() -> None:
-    model = _Model()
+    model: Any = _Model()
     weights = EmulatedStages(model, SimpleNamespace(), stages=4)
     delays = {
         "embedding.word_embeddings": 3,
@@ -108,7 +108,7 @@ def test_a_batch_runs_on_the_versions_of_its_stages_and_all_else_on_the_newest()
 
 
 def test_a_tied_embedding_is_stale_inside_of_the_embedding_alone() -> None:
-    model = _Model(tied=True)
+    model: Any = _Model(tied=True)
     weights = EmulatedStages(model, SimpleNamespace(), stages=3)
     words = model.embedding.word_embeddings
     tokens = torch.tensor([0, 2])
@@ -123,7 +123,7 @@ def test_a_tied_embedding_is_stale_inside_of_the_embedding_alone() -> None:
 
 
 def test_gradient_of_a_tied_embedding_is_the_sum_of_its_two_uses() -> None:
-    model = _Model(tied=True)
+    model: Any = _Model(tied=True)
     weights = EmulatedStages(model, SimpleNamespace(), stages=2)
     weight = model.embedding.word_embeddings.weight
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_gradient_of_a_tied_embedding_is_the_sum_of_its_two_uses() -> None:
 
 
 def test_other_versions_are_refused_and_a_failed_update_is_not_published() -> None:
-    model = _Model()
+    model: Any = _Model()
     weights = EmulatedStages(model, SimpleNamespace(), stages=2)
     _step(model, weights)
     for version in (0, 2):
@@ -159,7 +159,7 @@ def test_other_versions_are_refused_and_a_failed_update_is_not_published() -> No
 
 
 def test_restart_leaves_no_older_version() -> None:
-    model = _Model()
+    model: Any = _Model()
     weights = EmulatedStages(model, SimpleNamespace(), stages=4)
     for _ in range(5):
         _step(model, weights)
@@ -176,7 +176,7 @@ def test_restart_leaves_no_older_version() -> None:
 
 
 def test_older_versions_take_what_the_delays_need() -> None:
-    model = _Model()
+    model: Any = _Model()
     weights = EmulatedStages(model, SimpleNamespace(), stages=4)
     sizes: dict[str, Any] = {name: p.numel() for name, p in model.named_parameters()}
     first = sizes["embedding.word_embeddings.weight"] + 6  # 2 x 2 and 2 elements of layer 0

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron_async.weights.versions import WeightVersions
-from tests.support.gpt import ASYNC, Value
+from tests.support.gpt import ASYNC
 from tests.support.shared_jobs import Job, Results, job
 
 
-def _plain() -> tuple[torch.nn.Module, Any]:
+def _plain() -> tuple[Any, Any]:
     """A model whose parameters have a storage each; one of them is frozen."""
-    model = torch.nn.Linear(3, 2)
+    model: Any = torch.nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.copy_(torch.arange(6.0).view(2, 3))
         model.bias.copy_(torch.tensor([10.0, 20.0]))
@@ -44,7 +44,7 @@ class _Flat(torch.nn.Module):
         ]
 
 
-def _flat() -> tuple[_Flat, Any, torch.nn.Parameter]:
+def _flat() -> tuple[Any, Any, torch.nn.Parameter]:
     model = _Flat()
     shard = torch.nn.Parameter(model.linear.bias.data[:2])
     leaf = SimpleNamespace(shard_fp32_groups=[[shard]], shard_float16_groups=[[None]])
@@ -66,7 +66,7 @@ def test_new_version_is_made_from_the_newest() -> None:
             assert weights.newest == version - 1
             with torch.no_grad():
                 for p in weights.parameters:
-                    p += 1.0
+                    p.add_(1.0)
         assert weights.newest == weights.selected == version
         for selected in (version, version - 1):
             weights.select(selected)
@@ -96,7 +96,7 @@ def test_as_many_versions_as_are_asked_for(build: Any, count: int) -> None:
     for version in range(1, 10):
         with weights.next_version(), torch.no_grad():
             for p in weights.parameters:
-                p += 1.0
+                p.add_(1.0)
         oldest = max(version - count + 1, 0)
         for kept in range(oldest, version + 1):
             weights.compute_on(kept)
@@ -139,8 +139,8 @@ def test_failed_update_is_not_published() -> None:
 
 def test_live_graph_keeps_its_version() -> None:
     """Updates between forward and backward: the gradient is that of the forward's weights."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    twin: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     twin.load_state_dict(model.state_dict())
     weights = WeightVersions(model, SimpleNamespace())
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -272,15 +272,15 @@ def repoint(self, side):
 WeightVersions._repoint_flat_buffers = repoint
 """,
 }
-PIPELINE: dict[str, Value] = {"pipeline_model_parallel_size": 2}
-DISTRIBUTED: dict[str, Value] = {"use_distributed_optimizer": True}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class MixUp:
     broken: str
     ranks: int
-    flags: tuple[tuple[str, Value], ...]
+    flags: tuple[tuple[str, Any], ...]
 
     def job(self, prelude: str) -> Job:
         # Where nothing is broken, a job of tests/training/test_equality.py.
@@ -291,7 +291,7 @@ class MixUp:
         return self.job(""), self.job(MUTATIONS[self.broken])
 
 
-def _mix_up(broken: str, ranks: int, *, slow: bool = False, **flags: Value) -> object:
+def _mix_up(broken: str, ranks: int, *, slow: bool = False, **flags: Any) -> object:
     case = MixUp(broken, ranks, tuple(flags.items()))
     marks = [pytest.mark.slow] if slow else []
     return pytest.param(case, id=f"{broken}-{'-'.join(flags) or 'plain'}", marks=marks)

@@ -89,7 +89,7 @@ def add_collective_to_step() -> None:
             dist.all_reduce(torch.zeros(1))
             return original(*args)
 
-        DeferredUpdate._step = _step
+        DeferredUpdate._step = _step  # type: ignore[method-assign, assignment]
 
     hooks.install = install_and_add
 
