@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.gpt import ASYNC
-from tests.support.shared_jobs import Job, Results, job
+from tests.support.shared_jobs import Job, JobResult, Results, job
 from tests.training.cases import (
     BF16,
     CLIP,
@@ -58,6 +58,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 UNDEFERRED: dict[str, Any] = {"no_deferred_update": True}
+
+
+HIDDEN = 32
+"""Of all shared jobs."""
 
 
 def _job(layout: str, *, model: str = "tied", **flags: Any) -> Job:
@@ -205,8 +209,16 @@ CASES = [
     ),
     *_cases("sgd", {"pp2": "D"}, optimizer="sgd", lr=0.3),
     *_cases("lion", {"pp2": "D"}, optimizer="lion", lr=3e-4),
-    *_cases("soap", {"pp2": "D"}, optimizer="soap"),
-    *_cases("zeros", {"pp2-dp2-distopt": "D", "pp2": "U"}, log_num_zeros_in_grad=True),
+    # Of a matrix with one gradient, most of SOAP's basis is arbitrary: a rounding difference
+    # decides on it, and so on the update. Untied and unclipped, two stages have none.
+    *_cases("soap", {"pp2": "D"}, model="untied", optimizer="soap", clip_grad=0, rtol=1e-9),
+    # The rows of an untied embedding whose tokens do not occur have no gradient.
+    *_cases(
+        "zeros",
+        {"pp2-dp2-distopt": "D", "pp2": "U"},
+        model="untied",
+        log_num_zeros_in_grad=True,
+    ),
     # More microbatches than stages, and the fewest there can be: one less than stages.
     *_cases("eight-microbatches", {"pp4": "dU"}, micro_batch_size=1),
     *_cases("three-microbatches", {"pp4": "dU"}, global_batch_size=6),
@@ -238,7 +250,18 @@ def test_losses_and_norms_agree(results: Results, case: Case) -> None:
     assert max(losses) - min(losses) > 100 * case.rtol * max(losses)
     check_close("norms", found.norms, wanted.norms, case.norm_rtol)
     assert sum(norm > CLIP for norm in wanted.norms.values()) > len(losses) / 2
-    assert found.zeros == wanted.zeros
+    counted = bool(dict(case.job.flags).get("log_num_zeros_in_grad"))
+    assert _zero_rows(found, counted=counted) == _zero_rows(wanted, counted=counted)
+
+
+def _zero_rows(result: JobResult, *, counted: bool) -> dict[int, int | None]:
+    """How many rows of the embedding have no gradient. A few more zeros are a matter of rounding:
+    fewer than a row has."""
+    assert all((zeros is not None) == counted for zeros in result.zeros.values())
+    rows = {i: None if zeros is None else zeros // HIDDEN for i, zeros in result.zeros.items()}
+    assert all((zeros or 0) % HIDDEN < HIDDEN // 2 for zeros in result.zeros.values()), result.zeros
+    assert not counted or sum(row or 0 for row in rows.values()) > 50, result.zeros
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -276,6 +299,22 @@ def test_tied_copies_stay_equal(results: Results, case: Case) -> None:
             wanted = results[case.like].tensors()["embedding"]
             tolerance = 100 * case.rtol * float(wanted.abs().max())
             torch.testing.assert_close(weight, wanted, rtol=0, atol=tolerance)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tied:
+    """A job whose reference is none: rounding differences grow."""
+
+    jobs = (_job("pp2", optimizer="soap"),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Tied()], ids=["soap-pp2"])
+def test_tied_copies_stay_equal_where_rounding_is_amplified(results: Results, case: Tied) -> None:
+    (found,) = (results[each] for each in case.jobs)
+    first, last = (found.tensors(rank)["embedding"] for rank in (0, 1))
+    assert torch.equal(first, last)
+    assert len(set(found.losses)) > 5
 
 
 EVALUATED: dict[str, Any] = {"eval_interval": 3, "eval_iters": 2}
