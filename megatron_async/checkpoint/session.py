@@ -80,7 +80,6 @@ def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             with write_errors(directory, call["iteration"]):
                 return original(*args, **kwargs)
         running.settle()
-        running.weights.select(running.weights.newest)
         with _as_session(_Saving(running)), write_errors(directory, call["iteration"]):
             return original(*args, **kwargs)
 

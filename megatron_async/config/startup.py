@@ -10,7 +10,7 @@ from megatron_async.config.arguments import add_arguments
 from megatron_async.config.settings import set_defaults
 from megatron_async.optimizers import requested
 
-__all__ = ["check_arguments", "check_command_line", "check_configs", "flags_in"]
+__all__ = ["check_arguments", "check_command_line", "check_configs", "check_parsed", "flags_in"]
 
 
 def flags_in(argv: list[str]) -> bool:
@@ -51,6 +51,15 @@ def check_arguments(args: argparse.Namespace) -> None:
     if _rank() == 0:
         for notice in [*notices, *validation.notes(args)]:
             print(f"megatron_async: {notice}", file=sys.stderr, flush=True)
+
+
+def check_parsed(args: argparse.Namespace) -> None:
+    """Check Megatron's arguments as they were parsed, right before its own ``validate_args``.
+
+    Raises:
+        SystemExit: as :func:`check_arguments`.
+    """
+    validation.enforce(args, parsed_only=True, rank=_rank(), warn=False)
 
 
 def check_configs(args: argparse.Namespace, *configs: object) -> None:

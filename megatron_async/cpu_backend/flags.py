@@ -77,7 +77,6 @@ _CONFLICTS = (
         "use 1",
         _one_of("1"),
     ),
-    _Conflict("--multi-latent-attention", _TE, "drop it"),
     _Conflict(
         "--async-strategy",
         "nvidia-resiliency-ext starts processes that need GPUs",

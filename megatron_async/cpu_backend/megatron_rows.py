@@ -102,6 +102,21 @@ def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
+def _attention_of_any_width(original: Callable[..., None]) -> Callable[..., None]:
+    def init(
+        self: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return init
+
+
 def _forked_worker(original: Callable[..., Any]) -> Any:
     def get_process(cls: type, rank: int, mp_mode: str = "fork", *args: Any, **kwargs: Any) -> Any:
         return original(rank, "fork", *args, **kwargs)
@@ -170,6 +185,17 @@ def megatron_rows() -> list[Replacement]:
             attribute="compile_helpers",
             make=dataset_helpers.compile_if_missing,
             why="the wheel brings the helper compiled but no Makefile, and exits when `make` fails",
+            versions=MEGATRON_VERSIONS,
+        )
+    )
+    rows.append(
+        Replacement(
+            target="megatron.core.transformer.dot_product_attention:DotProductAttention",
+            attribute="__init__",
+            make=_attention_of_any_width,
+            why="Megatron's local attention lacks the widths of keys and values that multi-latent "
+            "attention passes; all that depends on them is the width of the output "
+            "(core/transformer/dot_product_attention.py)",
             versions=MEGATRON_VERSIONS,
         )
     )

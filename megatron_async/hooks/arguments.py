@@ -25,9 +25,10 @@ def _validate(original: Any) -> Any:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         from megatron_async.config.settings import AsyncConfig
-        from megatron_async.config.startup import check_arguments
+        from megatron_async.config.startup import check_arguments, check_parsed
         from megatron_async.runtime.run import run
 
+        check_parsed(args)
         result = original(args, *rest, **kwargs)
         check_arguments(args)
         if AsyncConfig.from_args(args).log_bubble:

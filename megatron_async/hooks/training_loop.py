@@ -113,6 +113,18 @@ def _keep_random_state(original: Any) -> Any:
     return evaluate
 
 
+def _settled(original: Any) -> Any:
+    @functools.wraps(original)
+    def read_weights(*args: Any, **kwargs: Any) -> Any:
+        from megatron_async.runtime.run import run
+
+        if run.engine is not None:
+            run.engine.settle()
+        return original(*args, **kwargs)
+
+    return read_weights
+
+
 ROWS = (
     row(
         TRAINING,
@@ -149,5 +161,11 @@ ROWS = (
         "evaluate",
         _keep_random_state,
         "training goes on from the random state that it had before an evaluation",
+    ),
+    row(
+        TRAINING,
+        "calc_params_l2_norm",
+        _settled,
+        "it sums over the weights that the iteration made, on every stage",
     ),
 )

@@ -8,7 +8,6 @@ built its optimizer, before a checkpoint is loaded.
 
 import argparse
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -217,8 +216,7 @@ class Engine:
             self.settle()
             if self.moe is not None:
                 self.moe.select(None)
-            with self._selected(self.weights.newest):
-                return synchronous(**kwargs)
+            return synchronous(**kwargs)
         iteration = self.args.curr_iteration
         if iteration < self.config.start_iteration:
             self.asynchronous_now = False
@@ -272,21 +270,31 @@ class Engine:
             return result
         self.interpreter.run_step()
         self._select_gradients_to_zero()
-        if self.args.log_params_norm:
-            self.updates.finish_gather()
-        if not self.updates.gathering:
-            # Whoever looks at the model between two iterations sees the newest complete version.
-            self.weights.select(self.weights.newest)
+        self._show()
         report = self.updates.last_report
         if report is None:
             return True, None, None
         return report.succeeded, report.grad_norm, report.num_zeros
 
+    def _show(self) -> None:
+        """Let whoever looks at the model between two iterations find no gather under way in it, and
+        the same version on all stages, unless a stage keeps none but a newer one."""
+        oldest_kept = self.weights.newest - self.weights.count + 1
+        version = max(self.interpreter.version_between_calls, oldest_kept)
+        if version == self.weights.newest:
+            self.updates.finish_gather()
+        self.weights.select(version)
+
     def settle(self) -> None:
-        """Complete the update of the last batch that ran, wherever it stands: nothing is pending
-        afterwards, and the newest version is that of the last iteration."""
+        """Complete the update of the last batch that ran, wherever it stands, its gather included.
+
+        Nothing is pending afterwards, and the model is the newest version, that of the last
+        iteration: what whoever looks at it would find in synchronous training. The stages wait for
+        each other, so all ranks have to call it in the same iteration.
+        """
         self.updates.settle(self.interpreter.finish_reduction)
         self._select_gradients_to_zero()
+        self.weights.select(self.weights.newest)
 
     # The life of a segment
 
@@ -380,16 +388,6 @@ class Engine:
             self.next_batch_random_state = random_state.capture()
         if run.fingerprints is not None:
             run.fingerprints.start(version=batch + 1)
-
-    @contextmanager
-    def _selected(self, version: int) -> Any:
-        """The model computes on a version inside the block, and on what it had before after it."""
-        before = self.weights.selected
-        self.weights.select(version)
-        try:
-            yield
-        finally:
-            self.weights.select(before)
 
     # What Megatron's loop asks between iterations
 

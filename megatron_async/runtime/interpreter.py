@@ -25,7 +25,7 @@ from megatron_async.megatron import pipeline as megatron_pipeline
 from megatron_async.runtime.links import Links
 from megatron_async.runtime.run import run
 from megatron_async.schedules.actions import COMMUNICATION, COMPUTE, REDUCTIONS, Action, Kind
-from megatron_async.schedules.schedule import Call, Pipeline, Schedule
+from megatron_async.schedules.schedule import Call, Pipeline, Schedule, made_by_all_stages
 from megatron_async.weights.versions import WeightVersions
 
 __all__ = ["Handler", "InFlight", "Interpreter"]
@@ -102,6 +102,9 @@ class Interpreter:
         """Whether the pipeline holds microbatches of batch :attr:`batch`."""
         self.total_num_tokens: torch.Tensor | None = None
         """Tokens of the last call's batch on the last stage (int scalar)."""
+        self.version_between_calls = 0
+        """The newest version that is complete on every stage once what ends the last call was run,
+        without a wait that the lists do not have."""
         self._start = 0
         """The batch with which the pipeline was filled last."""
         self._closing: list[Action] = []
@@ -118,6 +121,8 @@ class Interpreter:
         self._groups: Any = None
         self._now: Any = None
         """The :class:`_Arguments` of the running or last call."""
+        self._made_by_all: dict[tuple[bool, bool, int, int], bool] = {}
+        """Of calls by what they differ in, see :func:`made_by_all_stages`."""
         self._losses: list[Any] = []
         self._tokens: Any = None
         self._output: Any = None
@@ -181,17 +186,16 @@ class Interpreter:
         p2p = self._communicator(config)
         if not self.filled:
             self._start = self.batch
-        actions = self.schedule.call(
-            Call(
-                pipeline=self.pipeline,
-                stage=p2p.current_stage,
-                batch=self.batch,
-                microbatches=num_microbatches,
-                next_microbatches=next_num_microbatches,
-                start=self._start,
-                batches_left=batches_left,
-            )
+        call = Call(
+            pipeline=self.pipeline,
+            stage=p2p.current_stage,
+            batch=self.batch,
+            microbatches=num_microbatches,
+            next_microbatches=next_num_microbatches,
+            start=self._start,
+            batches_left=batches_left,
         )
+        actions = self.schedule.call(call)
         self._now = _Arguments(
             forward_step_func=forward_step_func,
             data_iterator=_only(data_iterator),
@@ -225,6 +229,7 @@ class Interpreter:
         self.total_num_tokens = self._tokens
         if config.timers is not None:
             config.timers("forward-backward").stop()
+        self.version_between_calls = self.batch + 1 if self._is_made_by_all(call) else self.batch
         self.batch += 1
         self.filled = batches_left != 1
         if not self.filled and self._links is not None:
@@ -241,6 +246,12 @@ class Interpreter:
         self._finish_reduction(
             Action(stage=self._p2p.current_stage, kind=Kind.FINISH_REDUCTION, batch=batch)
         )
+
+    def _is_made_by_all(self, call: Call) -> bool:
+        key = (call.first, call.last, call.microbatches, call.next_microbatches)
+        if key not in self._made_by_all:
+            self._made_by_all[key] = made_by_all_stages(self.schedule, call)
+        return self._made_by_all[key]
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

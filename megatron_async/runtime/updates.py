@@ -92,11 +92,6 @@ class Updates:
         """The batch whose gradients are there and whose update was not launched yet."""
         return self._unlaunched
 
-    @property
-    def gathering(self) -> bool:
-        """Whether the newest version is still being gathered."""
-        return self._gathering is not None
-
     def will_run(
         self, batch: int, *, iteration: int, num_microbatches: int, hyperparameters: Scheduled
     ) -> None:
@@ -203,6 +198,9 @@ class Updates:
             return  # Gathered early.
         self._model_chunk.start_param_sync()
         self._gathering, self._ungathered = self._ungathered, None
+        if self._weights.count > 1:
+            # Until it is complete, nobody is to find it in the model.
+            self._weights.select(self._weights.newest - 1)
 
     def _finish_gather(self, action: Action) -> None:
         if self._gathering == action.version:

@@ -110,8 +110,6 @@ def _call(call: Call) -> list[Action]:
                 actions.append(act(Kind.SEND_FORWARD, number, i))
         if comes(delay):
             actions.extend(act(Kind.RECV_FORWARD, delay, i) for i in range(microbatches))
-    else:
-        gather(Kind.FINISH_GATHER, batch)
     ahead = batch + delay
     for i in range(microbatches):
         if comes(ahead):
@@ -129,9 +127,9 @@ def _call(call: Call) -> list[Action]:
             actions.append(act(Kind.SEND_BACKWARD, batch, i))
     actions.append(Action(stage=stage, kind=Kind.FINISH_REDUCTION, batch=batch))
     actions.append(Action(stage=stage, kind=Kind.UPDATE, batch=batch, version=batch + 1))
+    # The next call's first forward needs it; nothing is computed in between.
     gather(Kind.START_GATHER, batch + 1)
-    if call.last:
-        gather(Kind.FINISH_GATHER, batch + 1)
+    gather(Kind.FINISH_GATHER, batch + 1)
     return actions
 
 

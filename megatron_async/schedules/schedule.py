@@ -9,11 +9,11 @@ Notation as in :mod:`megatron_async.schedules.actions`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_async.registry import Flag
-from megatron_async.schedules.actions import Action, warmup_microbatches
+from megatron_async.schedules.actions import GATHERS, UPDATES, Action, Kind, warmup_microbatches
 
 __all__ = [
     "Call",
@@ -24,6 +24,7 @@ __all__ = [
     "action_lists",
     "extra_ahead",
     "fixed_delay",
+    "made_by_all_stages",
     "settled_calls",
 ]
 
@@ -201,7 +202,8 @@ class Schedule:
         name: what ``--pipeline-schedule`` calls it.
         title: in tables and pictures.
         help: what it does, to follow its name in ``--help``; no full stop at the end.
-        call: what one stage does in one call. Raises ValueError for what it cannot do.
+        call: what one stage does in one call. Raises ValueError for what it cannot do. When call k
+            ends, every stage has version k + 1 or k complete, see :func:`made_by_all_stages`.
         rule: the weight versions, from the pipeline and the number of microbatches of a batch.
         ahead: how many microbatches a stage runs ahead of its own backwards, from the pipeline, the
             stage and the number of microbatches of a batch. An asynchronous schedule has so many in
@@ -285,6 +287,28 @@ def action_lists(
         ]
         for stage in range(pipeline.stages)
     ]
+
+
+def made_by_all_stages(schedule: Schedule, call: Call) -> bool:
+    """Return whether every stage has the version that batch k makes, complete, when call k ends.
+
+    If not, that before it is the newest one that all of them have.
+
+    Args:
+        schedule: whose lists.
+        call: the call k, on whatever stage.
+    """
+    version = call.batch + 1
+    for stage in range(call.pipeline.stages):
+        kinds = {
+            action.kind
+            for action in schedule.call(replace(call, stage=stage))
+            if action.kind in UPDATES | GATHERS and action.version == version
+        }
+        made = bool(kinds & {Kind.COMPLETE_UPDATE, Kind.UPDATE})
+        if not made or (Kind.START_GATHER in kinds and Kind.FINISH_GATHER not in kinds):
+            return False
+    return True
 
 
 def settled_calls(schedule: Schedule, pipeline: Pipeline, microbatches: int) -> int:

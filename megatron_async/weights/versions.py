@@ -119,10 +119,13 @@ class WeightVersions:
         """Let a microbatch run forward or backward on ``version``: :meth:`select`, unless stages
         are emulated.
 
+        With a single version that is the newest, also if an older one is meant: an evaluation or a
+        checkpoint has then completed an update early.
+
         Raises:
             ValueError: as :meth:`select`.
         """
-        self.select(version)
+        self.select(self.newest if self.count == 1 and version < self.newest else version)
 
     def _check(self, version: int) -> None:
         if not max(self.newest - self.count, -1) < version <= self.newest:

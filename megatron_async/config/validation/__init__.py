@@ -1,9 +1,10 @@
 """Checks of the arguments, before any training.
 
 The checks are pure functions of Megatron's validated namespace. What is checked stands in tables of
-rules: :mod:`.own_flags`, :mod:`.schedule`, :mod:`.emulation`, :mod:`.training`, and what is only
-warned of in :mod:`.unwise`. The reasons come from reading Megatron 0.19.2; docs/flags.md sorts
-every flag of that release, and a test keeps the two consistent.
+rules: :mod:`.own_flags`, :mod:`.schedule`, :mod:`.emulation`, :mod:`.training`, what is only
+warned of in :mod:`.unwise`, and what Megatron says nothing clear of in :mod:`.assertions`. The
+reasons come from reading Megatron 0.19.2; docs/flags.md sorts every flag of that release, and a
+test keeps the two consistent.
 
 Without a flag of this package nothing is checked, and with the default schedule only what concerns
 the flags given.
@@ -17,7 +18,14 @@ from typing import Final, TextIO
 
 from megatron_async.config.arguments import used
 from megatron_async.config.settings import AsyncConfig
-from megatron_async.config.validation import emulation, own_flags, schedule, training, unwise
+from megatron_async.config.validation import (
+    assertions,
+    emulation,
+    own_flags,
+    schedule,
+    training,
+    unwise,
+)
 from megatron_async.config.validation.rule import Facts, Rule, Scope, Subject
 
 __all__ = ["ArgumentError", "Facts", "Rule", "check", "enforce", "notes", "rules"]
@@ -52,7 +60,11 @@ class ArgumentError(ValueError):
 
 
 def check(
-    args: argparse.Namespace, facts: Facts | None = None, *, configs: Sequence[object] = ()
+    args: argparse.Namespace,
+    facts: Facts | None = None,
+    *,
+    configs: Sequence[object] = (),
+    parsed_only: bool = False,
 ) -> list[str]:
     """Check the arguments, and what a script made of them.
 
@@ -63,6 +75,8 @@ def check(
         configs: Megatron's configuration objects, once they exist (``TransformerConfig``,
             ``OptimizerConfig``). A script may set there what no flag can; their attributes take
             precedence over those of the same name in ``args``.
+        parsed_only: Megatron has not checked the arguments yet; only what it would end at with a
+            bare assertion is checked (:mod:`.assertions`).
 
     Returns:
         Warnings: what runs but is unwise.
@@ -78,9 +92,10 @@ def check(
         facts=Facts.current() if facts is None else facts,
         overlays=tuple(configs),
     )
-    broken = [rule for rule in rules() if _in_scope(rule, subject) and rule.applies(subject)]
+    tables = assertions.RULES if parsed_only else rules()
+    broken = [rule for rule in tables if _in_scope(rule, subject) and rule.applies(subject)]
     problems = [rule.message(subject) for rule in broken if not rule.warning]
-    if not problems:  # else the numbers that it goes by may make no sense
+    if not problems and not parsed_only:  # else the numbers that it goes by may make no sense
         problems = schedule.own_problems(subject)
     if problems:
         raise ArgumentError(problems)
@@ -111,6 +126,7 @@ def enforce(
     facts: Facts | None = None,
     *,
     configs: Sequence[object] = (),
+    parsed_only: bool = False,
     rank: int,
     warn: bool = True,
     stream: TextIO | None = None,
@@ -125,6 +141,7 @@ def enforce(
         args: as for :func:`check`.
         facts: as for :func:`check`.
         configs: as for :func:`check`.
+        parsed_only: as for :func:`check`.
         rank: global rank of this process.
         warn: whether what is only unwise is printed.
         stream: where rank 0 prints; standard error by default.
@@ -135,7 +152,7 @@ def enforce(
     """
     stream = sys.stderr if stream is None else stream
     try:
-        warnings = check(args, facts, configs=configs)
+        warnings = check(args, facts, configs=configs, parsed_only=parsed_only)
     except ArgumentError as error:
         if rank == 0:
             print(error, file=stream, flush=True)

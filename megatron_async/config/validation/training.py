@@ -168,8 +168,8 @@ _LOOP = (
     ),
     rule(
         "--log-params-norm",
-        "it sums over all ranks in each iteration, which stops the pipeline, and while updates are "
-        "deferred stages hold different versions",
+        "it sums over all ranks in each iteration, which stops the pipeline, and every update "
+        "would have to be completed for it at once",
         "Drop it, or add --no-deferred-update.",
         when=lambda s: bool(s.get("log_params_norm")) and s.config.deferred_update,
     ),

@@ -1,0 +1,137 @@
+"""Rules on flags that Megatron's own checks end at with a bare assertion, or with none at all.
+
+They are checked ahead of Megatron's ``validate_args``, on the arguments as they were parsed, and
+say what to change. As all rules, only where a flag of this package is used.
+
+Source: ``validate_args`` in megatron/training/arguments.py, ``get_num_layers_to_build`` in
+megatron/core/transformer/transformer_block.py, ``build_train_valid_test_data_loaders`` in
+megatron/training/training.py.
+"""
+
+from typing import Any, Final
+
+from megatron_async.config.validation.rule import Rule, Scope, Subject, rule
+
+__all__ = ["RULES"]
+
+_VIRTUAL: Final = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+_OF_INTERLEAVED: Final = (
+    ("--overlap-p2p-communication-warmup-flush", "overlap_p2p_comm_warmup_flush"),
+    ("--overlap-param-gather-with-optimizer-step", "overlap_param_gather_with_optimizer_step"),
+)
+"""Flags that Megatron takes with its interleaved schedule alone."""
+
+
+def _counted_layers(subject: Subject) -> int | None:
+    """Layers that Megatron spreads over the stages, embedding and loss if they count as such."""
+    layers = subject.get("num_layers")
+    if layers is None or subject.get("hybrid_layer_pattern") is not None:
+        return None
+    extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    return int(layers) + sum(bool(subject.get(name)) for name in extra)
+
+
+def _even(subject: Subject) -> bool:
+    return all(
+        subject.get(name) is None
+        for name in (
+            "pipeline_model_parallel_layout",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        )
+    )
+
+
+def _divides(subject: Subject) -> bool:
+    layers = _counted_layers(subject)
+    return layers is None or not _even(subject) or layers % subject.stages == 0
+
+
+def _middle(subject: Subject) -> tuple[int, int] | None:
+    """(layers, stages) between what --decoder-first- and --decoder-last-pipeline-num-layers take;
+    None without them."""
+    layers = _counted_layers(subject)
+    ends = [
+        subject.get("decoder_first_pipeline_num_layers"),
+        subject.get("decoder_last_pipeline_num_layers"),
+    ]
+    given = [int(end) for end in ends if end is not None]
+    if layers is None or not given or subject.get("pipeline_model_parallel_layout") is not None:
+        return None
+    return layers - sum(given), subject.stages - len(given)
+
+
+def _fits(subject: Subject) -> bool:
+    middle = _middle(subject)
+    if middle is None:
+        return True
+    layers, stages = middle
+    return layers == 0 if stages == 0 else layers >= 0 and stages > 0 and layers % stages == 0
+
+
+def _misfit(subject: Subject) -> str:
+    layers, stages = _middle(subject) or (0, 0)
+    if layers < 0:
+        return f"the first and the last stage take {-layers} layers more than there are"
+    if stages <= 0:
+        return f"{layers} layers are left, and no stages between the first and the last"
+    return f"{layers} layers are left, which do not divide into the {stages} stages in between"
+
+
+def _is_interleaved(subject: Subject) -> bool:
+    layout: Any = subject.get("pipeline_model_parallel_layout")
+    stages = 0 if layout is None else str(layout).count("|") + 1
+    return any(subject.get(name) is not None for name in _VIRTUAL) or stages > subject.stages
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    rule(
+        "--num-layers",
+        lambda s: f"{_counted_layers(s)} layers do not divide into {s.stages} pipeline stages",
+        "Change either, or give stages unequal numbers of layers with "
+        "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
+        "--pipeline-model-parallel-layout.",
+        when=lambda s: not _divides(s),
+        name="undivided_layers",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
+        _misfit,
+        "Change them, --num-layers or --pipeline-model-parallel-size, or give a "
+        "--pipeline-model-parallel-layout.",
+        when=lambda s: not _fits(s),
+        name="layers_left",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--eval-interval",
+        "0 iterations are no interval, and Megatron divides by it",
+        "Leave evaluations out with --eval-iters 0, and keep an interval of 1 or more.",
+        when=lambda s: s.get("eval_interval") == 0,
+        name="eval_interval",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--save",
+        "Megatron wants to know how often to save",
+        "Add --save-interval N.",
+        when=lambda s: s.get("save") is not None and not s.get("save_interval"),
+        name="save_interval",
+        scope=Scope.ALWAYS,
+    ),
+    *(
+        rule(
+            flag,
+            "it belongs to Megatron's interleaved schedule, and there are no virtual stages",
+            "Drop it.",
+            when=lambda s, dest=dest: bool(s.get(dest)) and not _is_interleaved(s),  # type: ignore[misc]
+            name=f"{dest}_without_interleaving",
+            scope=Scope.ALWAYS,
+        )
+        for flag, dest in _OF_INTERLEAVED
+    ),
+)
