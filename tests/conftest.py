@@ -1,10 +1,17 @@
 """Fixtures that several folders share."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.gpt import REPOSITORY
 from tests.support.shared_jobs import Results, results_of
+
+# Processes that tests start find this package, and not one that is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
+)
 
 # Whoever looks up a shared job first waits for all of them.
 _SECONDS_FOR_SHARED_JOBS = 3000

@@ -13,9 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import Value
-from late_gathers import Seen, prelude, read
-from resume_jobs import ASYNC, Outcome, Step, run_steps
+from _pytest.mark import ParameterSet
 
 from megatron_async.schedules import SCHEDULES
 from megatron_async.schedules.actions import COMPUTE, Kind
@@ -26,6 +24,9 @@ from megatron_async.schedules.schedule import (
     action_lists,
     made_by_all_stages,
 )
+from tests.support.gpt import ASYNC, Value
+from tests.support.late_gathers import Seen, prelude, read
+from tests.support.steps import Outcome, Step, run_steps
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -77,10 +78,10 @@ class Run:
     def steps(self, directory: Path) -> list[Step]:
         """The run without overlapped gathers, where each version is looked at; with gathers that
         are as late as can be; and resumed from what that one saved."""
-        flags = {**SHARDED, **COMMON, **self.flags, "ckpt_format": self.format}
+        flags: dict[str, Value] = {**SHARDED, **COMMON, **self.flags, "ckpt_format": self.format}
         late = {**flags, **GATHERED}
-        save = {"save": f"{{dir}}/{self.name}", "save_interval": SAVED}
-        load = {"load": f"{{dir}}/{self.name}", "ckpt_step": SAVED}
+        save: dict[str, Value] = {"save": f"{{dir}}/{self.name}", "save_interval": SAVED}
+        load: dict[str, Value] = {"load": f"{{dir}}/{self.name}", "ckpt_step": SAVED}
         plain_name, late_name = f"{self.name} plain", f"{self.name} late"
         steps = [
             Step(plain_name, flags, prelude(directory, plain_name, late=False)),
@@ -122,10 +123,15 @@ SLOW_RUNS = [
     Run("four stages", 8, {**ASYNC, **STAGES_4}, microbatches=4),
     Run("four stages bf16", 8, {**ASYNC, **STAGES_4, **BF16}, microbatches=4, format="torch_dist"),
 ]
-ALL_RUNS = [
-    *(pytest.param(run, id=run.name) for run in RUNS),
-    *(pytest.param(run, id=run.name, marks=pytest.mark.slow) for run in SLOW_RUNS),
-]
+
+
+def parameters(select: Callable[[Run], bool] = lambda run: True) -> list[ParameterSet]:
+    """Return the runs as parameters of a test."""
+    return [
+        pytest.param(run, id=run.name, marks=[pytest.mark.slow] if run in SLOW_RUNS else [])
+        for run in (*RUNS, *SLOW_RUNS)
+        if select(run)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +171,7 @@ def has_norm(run: Run) -> bool:
     return "log_params_norm" in run.flags
 
 
-@pytest.mark.parametrize("run", ALL_RUNS)
+@pytest.mark.parametrize("run", parameters())
 def test_nobody_sees_an_incomplete_version(found: Callable[[Run], Found], run: Run) -> None:
     places = {"forward hook", "backward hook", "finalization"}
     places |= {"settled", "after the step", "log", "callbacks", "end of training"}
@@ -184,7 +190,7 @@ def test_nobody_sees_an_incomplete_version(found: Callable[[Run], Found], run: R
             assert all(complete.values()), (rank, place, complete)
 
 
-@pytest.mark.parametrize("run", ALL_RUNS)
+@pytest.mark.parametrize("run", parameters())
 def test_everyone_sees_the_version_that_is_meant(found: Callable[[Run], Found], run: Run) -> None:
     everywhere = set(range(1, ITERATIONS + 1))
 
@@ -216,7 +222,7 @@ def test_everyone_sees_the_version_that_is_meant(found: Callable[[Run], Found], 
             )
 
 
-@pytest.mark.parametrize("run", ALL_RUNS)
+@pytest.mark.parametrize("run", parameters())
 def test_late_gathers_and_readers_change_nothing(found: Callable[[Run], Found], run: Run) -> None:
     of = found(run)
     assert len(of.plain.losses) == ITERATIONS
@@ -235,7 +241,7 @@ def test_late_gathers_and_readers_change_nothing(found: Callable[[Run], Found], 
         ]
 
 
-@pytest.mark.parametrize("run", [p for p in ALL_RUNS if p.values[0].microbatches])
+@pytest.mark.parametrize("run", parameters(lambda run: run.microbatches is not None))
 def test_gathers_run_under_computation(found: Callable[[Run], Found], run: Run) -> None:
     """Where nobody reads, a gather is waited for when a microbatch needs what it brings."""
     stages = int(str(run.flags.get("pipeline_model_parallel_size", 1)))

@@ -38,7 +38,7 @@ def prelude(directory: Path, name: str, *, late: bool) -> str:
             the version that it makes is looked at as "settled".
     """
     place = str(directory / name)
-    return f"from tests.late_gathers import install\ninstall({place!r}, late={late})"
+    return f"from tests.support.late_gathers import install\ninstall({place!r}, late={late})"
 
 
 def read(directory: Path, name: str, *, ranks: int) -> list[Seen]:
@@ -95,7 +95,8 @@ class _Watch:
         if self._computed == 0:
             iteration = 0  # The initial weights.
         whole = parameters is None
-        tensors = [p.data for p in (self._model.parameters() if whole else parameters)]
+        looked_at = self._model.parameters() if parameters is None else parameters
+        tensors = [p.data for p in looked_at]
         complete = all(bool(tensor.isfinite().all()) for tensor in tensors)
         before = self._seen.complete[place].get(iteration, True)
         self._seen.complete[place][iteration] = complete and before
