@@ -118,6 +118,8 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 # Four experts, two on each data-parallel rank.
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
+FRESH: dict[str, Any] = {"pipeline_schedule": "fresh-2bw"}
+PACI: dict[str, Any] = {"pipeline_schedule": "paci", "delayed_microbatches": 1}
 SECOND_BUFFER: dict[str, Any] = {**OVERLAPPED, "second_grad_buffer": True}
 
 CASES = [
@@ -206,6 +208,20 @@ CASES = [
     *(
         Case(case.name.replace("moe", "moe-experts"), case.job, _job("pp1", model="moe"), slow=True)
         for case in _cases("moe", {"dp2": "DU", "pp2-dp2-distopt": "DU"}, model="moe", **EXPERTS)
+    ),
+    *_cases("fresh", {"pp2": "dU", "pp2-dp2-distopt": "D"}, **FRESH, delayed_microbatches=1),
+    *_cases("fresh-3", {"pp4": "D"}, **FRESH, delayed_microbatches=3),
+    Case("fresh-all", _job("pp2", **FRESH, delayed_microbatches="all"), _job("pp2"), rtol=1e-9),
+    # On one stage no microbatch is in flight when an update is made.
+    Case("paci", _job("pp1", **PACI), _job("pp1", **FRESH, delayed_microbatches=1), rtol=1e-9),
+    # Messages that nobody waits for: the same numbers, digit for digit.
+    Case("late-messages", _job("pp2", pipeline_extra_warmup=1), _job("pp2"), rtol=1e-9),
+    Case(
+        "late-messages-pp4",
+        _job("pp4", pipeline_extra_warmup=1),
+        _job("pp4"),
+        rtol=1e-9,
+        slow=True,
     ),
     *_cases("sgd", {"pp2": "D"}, optimizer="sgd", lr=0.3),
     *_cases("lion", {"pp2": "D"}, optimizer="lion", lr=3e-4),

@@ -18,6 +18,8 @@ from tests.support.references import (
 from tests.support.shared_jobs import Job, Results, job, job_argv
 
 RTOL = 1e-5
+MICROBATCHES = 4
+"""Of a batch, in all shared jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Setting:
     momentum: float = 0.99
     adaptive: bool = False
     delay: int = 1
+    delayed: int | None = None
     rtol: float = RTOL
 
     def job(self, stages: int) -> Job:
@@ -49,6 +52,8 @@ class Setting:
             "weight_decay": self.weight_decay,
             "pipeline_model_parallel_size": stages,
         }
+        if self.delayed is not None:
+            flags |= {"pipeline_schedule": "fresh-2bw", "delayed_microbatches": self.delayed}
         if self.correction == "nesterov":
             flags |= {"delay_correction": "nesterov", "delay_correction_momentum": self.momentum}
         elif self.correction is not None:
@@ -81,6 +86,11 @@ OTHER_CORRECTIONS = (
         adaptive=True,
     ),
 )
+# One of four microbatches is delayed, and a correction is as strong as that.
+FRESH = (
+    Setting("sgd-fresh", "sgd", 0.1, weight_decay=0.01, delayed=1),
+    Setting("adamw-fresh-corrected", "adam", 1e-3, correction="error-feedback", delayed=1),
+)
 # What a run must not follow.
 OTHERS = (
     Setting("sgd-no-delay", "sgd", 0.1, weight_decay=0.01, delay=0),
@@ -109,7 +119,10 @@ CASES = [
         for stages in (1, 2)
         for setting in SETTINGS
     ),
-    *(pytest.param(Case(setting, 2), id=f"{setting.name}-2") for setting in OTHER_CORRECTIONS),
+    *(
+        pytest.param(Case(setting, 2), id=f"{setting.name}-2")
+        for setting in (*OTHER_CORRECTIONS, *FRESH)
+    ),
 ]
 
 
@@ -122,16 +135,17 @@ def references(
         setting.name: {
             "start": str(results[STARTING].directory / "rank0.pt"),
             "delay": setting.delay,
+            "delayed": setting.delayed,
             "optimizer": {"adam": "adamw"}.get(setting.optimizer, setting.optimizer),
             "lr": setting.lr,
             "weight_decay": setting.weight_decay,
             "correction": setting.correction,
-            "strength": setting.strength,
+            "strength": setting.strength * (setting.delayed or MICROBATCHES) / MICROBATCHES,
             "momentum": setting.momentum,
             "adaptive": setting.adaptive,
             "clipped_stages": 1,
         }
-        for setting in (*SETTINGS, *OTHER_CORRECTIONS, *OTHERS)
+        for setting in (*SETTINGS, *OTHER_CORRECTIONS, *FRESH, *OTHERS)
     }
     argv = job_argv(job(**CONSTANT))
     directory = tmp_path_factory.mktemp("reference")
@@ -181,6 +195,9 @@ def test_parameters_follow_the_reference(
         ("adamw-corrected", "adamw-uncorrected"),
         ("adamw-adaptive", "adamw-corrected"),
         ("sgd-compensated", "sgd-uncorrected"),
+        ("sgd-fresh", "sgd"),
+        ("sgd-fresh", "sgd-no-delay"),
+        ("adamw-fresh-corrected", "adamw-corrected"),
     ],
 )
 def test_reference_tells_trajectories_apart(

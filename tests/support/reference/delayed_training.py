@@ -10,8 +10,9 @@ the simplest way there is, to compare with::
     W(1)   = W(0) - U(grad(W(0)) on batch 0)
     W(k+1) = W(k) - U(grad(W(k-1)) on batch k)
 
-where U is what torch's SGD or AdamW subtracts. With a correction the weights that gradients are
-taken on, x, are others:
+where U is what torch's SGD or AdamW subtracts. If only the first c of a batch's microbatches are
+delayed, the gradient is the mean of theirs at W(k-1) and of the others' at W(k). With a correction
+the weights that gradients are taken on, x, are others:
 
 - "error-feedback", from k = 1 on: x(k+1) = x(k) - U(k) - lambda (U(k) - U(k-1)); with "adaptive",
   x(k+1) = x(k) - U(k) - (a(k) - a(k-1)) where a(k) = lambda clamp(U(k) / U(k-1), 0, 1) U(k) and
@@ -25,8 +26,8 @@ taken on, x, are others:
 RUNS.json is a list of objects: ``start`` (file with ``initial``: name -> tensor), ``out`` (file for
 a list of such, W(1), W(2), ...), ``optimizer`` ("sgd" or "adamw"), ``lr``, ``weight_decay``,
 ``correction`` (null for none), ``strength``, ``momentum``, ``adaptive``, ``delay`` (d for W(k-d) in
-the place of W(k-1)) and ``clipped_stages`` (gradients are clipped by the norms of so many
-parts of the model, each by its own; 1 for the norm of all).
+the place of W(k-1)), ``delayed`` (c; null for all) and ``clipped_stages`` (gradients are clipped by
+the norms of so many parts of the model, each by its own; 1 for the norm of all).
 """
 
 import argparse
@@ -221,7 +222,13 @@ def _train(run: dict[str, Any], model: torch.nn.Module, batches: Any, args: Any)
     versions = [start]  # W(0), W(1), ...
     correction = _CORRECTIONS[run["correction"]](run, start)
     for k, batch in enumerate(batches):
-        gradient = _gradient(model, versions[max(k - run["delay"], 0)], batch)
+        late = len(batch) if run.get("delayed") is None else run["delayed"]
+        parts = ((batch[:late], versions[max(k - run["delay"], 0)]), (batch[late:], versions[k]))
+        gradient = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        for part, at in parts:
+            if part:
+                for name, g in _gradient(model, at, part).items():
+                    gradient[name] += len(part) / len(batch) * g
         gradient = _clipped(gradient, run["clipped_stages"], args)
         gradient = correction.gradient(gradient, versions)
         for name, weight in weights.items():
