@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_async.cpu_backend.gloo_workers import drain, drain_at_exit
 from megatron_async.megatron.replaced import Replacement
 
 __all__ = ["distributed_rows"]
@@ -24,9 +25,20 @@ def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
         kwargs.pop("pg_options", None)
-        return original(backend if backend == "fake" else "gloo", *args, **kwargs)
+        result = original(backend if backend == "fake" else "gloo", *args, **kwargs)
+        drain_at_exit()
+        return result
 
     return init_process_group
+
+
+def _destroy_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        drain()
+        original(group)
+
+    return destroy_process_group
 
 
 def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,8 +172,18 @@ def distributed_rows() -> list[Replacement]:
 
     no_nccl = "NCCL needs GPUs; its options and a device mean nothing to gloo"
     return [
-        row("init_process_group", _init_process_group, no_nccl),
+        row(
+            "init_process_group",
+            _init_process_group,
+            f"{no_nccl}. At its end the process waits for gloo's workers (gloo_workers.py)",
+        ),
         row("new_group", _new_group, no_nccl),
+        row(
+            "destroy_process_group",
+            _destroy_process_group,
+            "leaves gloo's workers running, out of reach of what awaits them at the end "
+            "(gloo_workers.py)",
+        ),
         Replacement(
             target="torch.distributed.distributed_c10d",
             attribute="ProcessGroupGloo",
