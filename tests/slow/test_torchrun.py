@@ -99,6 +99,7 @@ def test_a_signal_stops_a_run_that_goes_on_to_the_last_digit(
         during=send(signal.Signals[name], to_ranks=to_ranks),
     )
     assert result.returncode == (0 if to_ranks else 1), result.describe()
+    assert result.crashed == [], result.describe()
     done = result.iterations[-1].number
     assert 3 <= done < 38
     assert tracked(tmp_path / "checkpoints") == done
@@ -113,13 +114,15 @@ def test_exit_codes_are_those_of_megatron(tmp_path: Path, to_ranks: bool) -> Non
     codes = {}
     for kind, launcher in (("plain", "plain"), ("asynchronous", "plugin")):
         more = ASYNC if kind == "asynchronous" else {}
-        codes[kind] = run_torchrun(
+        result = run_torchrun(
             2,
             flags(tmp_path / kind, **more, exit_signal_handler=True),
             launcher=launcher,
             check=False,
             during=send(signal.SIGTERM, to_ranks=to_ranks),
-        ).returncode
+        )
+        codes[kind] = result.returncode
+        assert result.crashed == [], result.describe()
         assert tracked(tmp_path / kind / "checkpoints") >= 3
     assert codes["asynchronous"] == codes["plain"] is not None
 

@@ -1,12 +1,10 @@
 """Forks: processes that are ranks, and need not import anything again."""
 
+import gc
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-
-import psutil
 
 __all__ = ["fork", "import_once"]
 
@@ -30,10 +28,16 @@ def import_once() -> None:
         "megatron_async.config.startup",
     ):
         importlib.import_module(module)
+    # The end of a fork would else visit, and so copy, every page that it shares with this process.
+    gc.collect()
+    gc.freeze()
 
 
 def fork(work: Callable[[], None], *, log: Path) -> int:
-    """Do something in a process of its own, which ends with it.
+    """Do something in a process of its own, which ends as a rank's own would.
+
+    The interpreter of that process ends where nobody catches its SystemExit, so the caller must not
+    catch it.
 
     Args:
         work: what to do; the process's exit code is 0 unless it raises.
@@ -48,19 +52,10 @@ def fork(work: Callable[[], None], *, log: Path) -> int:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    code = 1
     try:
         work()
-        code = 0
-    except SystemExit as end:
-        traceback.print_exc()
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Checkpoints leave a process behind, which a normal exit would end.
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
-        os._exit(code)
+    except Exception:
+        # torch's own hook puts the rank in front of every line.
+        sys.excepthook = sys.__excepthook__
+        raise
+    sys.exit(0)

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N -m tests.support.forked_ranks JOBS.json
 
 Each rank imports torch and Megatron once and forks a process for every job; the fork runs the
-package's launcher, as a rank of its own would.
+package's launcher and ends, as a rank of its own would.
 
 JOBS.json is a list of objects:
 

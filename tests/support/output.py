@@ -64,6 +64,15 @@ class RunResult:
         """All ranks' stderr, rank 0 first."""
         return "\n".join(rank.stderr for rank in self.ranks)
 
+    @property
+    def crashed(self) -> list[int]:
+        """The ranks that died of a signal such as SIGABRT, be it after the last iteration.
+
+        ``returncode`` does not tell once torchrun has passed on a signal.
+        """
+        words = ("Fatal Python error: ", "terminate called ")  # faulthandler's and C++'s
+        return [n for n, rank in enumerate(self.ranks) if any(w in rank.stderr for w in words)]
+
     @cached_property
     def iterations(self) -> list[Iteration]:
         """The training log lines, which the last rank prints."""

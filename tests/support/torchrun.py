@@ -75,7 +75,8 @@ def run_torchrun(
         env: variables to add to the environment.
         launcher: a key of ``LAUNCHERS``, or torchrun arguments to put before the script.
         script: what to run; None if the launcher says that, too.
-        check: fail the test, with the ends of all logs, if the job fails or is stopped.
+        check: fail the test, with the ends of all logs, if the job fails or is stopped, or a rank
+            does not exit with 0 when it has finished.
         during: called once the job is started, with torchrun's process and the logs' folder, see
             :func:`wait_for_iteration`.
     """

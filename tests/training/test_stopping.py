@@ -198,6 +198,7 @@ def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
     result = run_torchrun(2, argv, launcher="plugin", check=False, during=terminate)
     # torchrun's own code for a signal that it passed on, whatever its ranks say.
     assert result.returncode == 1, result.describe()
+    assert result.crashed == [], result.describe()
     assert "Unable to shutdown process" not in result.launcher_output
     assert "exiting program after receiving SIGTERM." in result.stdout
     done = result.iterations[-1].number
