@@ -177,8 +177,9 @@ def _vocabulary(subject: Subject) -> int:
     padded = subject.get("padded_vocab_size")
     if padded is not None:
         return int(padded)
-    # A NullTokenizer has one token more, the end of a document.
-    size = int(subject.get("vocab_size")) + (subject.get("tokenizer_type") == "NullTokenizer")
+    size = int(subject.get("vocab_size"))
+    if not subject.get("pad_vocab_size", True):
+        return size
     divisor = int(subject.get("make_vocab_size_divisible_by", 128))
     multiple: int = divisor * int(subject.get("tensor_model_parallel_size", 1))
     return int(math.ceil(size / multiple) * multiple)
@@ -200,6 +201,12 @@ def _layers(subject: Subject) -> Sequence[int]:
     layout = subject.get("pipeline_model_parallel_layout")
     stages, layers = subject.stages, int(subject.get("num_layers"))
     if layout is not None:
+        if isinstance(layout, str):
+            from megatron.core.transformer.pipeline_parallel_layer_layout import (
+                PipelineParallelLayerLayout,
+            )
+
+            layout = PipelineParallelLayerLayout.from_str(layout, stages)
         return [
             int(layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage))
             for stage in range(stages)

@@ -122,6 +122,11 @@ def _split(text: str) -> Iterator[list[str]]:
                 if words and words[-1].isdigit():
                     words.pop()  # the number of a stream, as in 2>&1
                 redirected = True
+            elif token.startswith("(") and words and words[-1].endswith("$"):
+                raise CommandError(
+                    f"$( ) behind {shlex.join(words[:-1])} would have to be run to be read. Write "
+                    "its value out."
+                )
             elif words:
                 yield words
                 words = []

@@ -115,8 +115,8 @@ def _launching(command: TrainingCommand, facts: Facts) -> list[str]:
         return []  # it calls install() itself
     return [
         (
-            f"-m megatron_async: Megatron does not know the flags of this package without it. Start "
-            f"`-m megatron_async {command.script} ...`."
+            "-m megatron_async: Megatron does not know the flags of this package without it. Put "
+            f"it ahead of {command.script}."
         )
     ]
 
