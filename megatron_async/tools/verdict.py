@@ -258,7 +258,8 @@ def _derived(args: argparse.Namespace) -> argparse.Namespace:
     args.gtp_weight_remat_size = 1
     virtual = args.num_virtual_stages_per_pipeline_rank
     if args.num_layers_per_virtual_pipeline_stage is not None:
-        virtual = args.num_layers_per_virtual_pipeline_stage
+        on_a_stage = args.num_layers // args.pipeline_model_parallel_size
+        virtual = max(on_a_stage // args.num_layers_per_virtual_pipeline_stage, 1)
     args.virtual_pipeline_model_parallel_size = virtual
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
