@@ -1,6 +1,6 @@
 """NVIDIA's own functional-test configurations with several pipeline stages, under our flags.
 
-``tests/functional_tests/test_cases`` of a Megatron-LM checkout has a ``model_config.yaml`` for each.
+``tests/functional_tests/test_cases`` of a checkout of Megatron-LM has a ``model_config.yaml`` each.
 Each one gets the recommended schedule and goes through the doctor as it is, for the eight GPUs it
 is written for; what that accepts is scaled down and trained on CPU ranks. The page is made by
 
@@ -35,7 +35,8 @@ WITHOUT_TE: Final = ("--moe-permute-fusion",)
 """Refused by Megatron itself where Transformer Engine is not installed."""
 REPLACED: Final = (
     *("--data-path", "--data-cache-path", "--vocab-file", "--merge-file", "--tokenizer-type"),
-    *("--tokenizer-model", "--split", "--save", "--load", "--save-interval", "--save-retain-interval"),
+    *("--tokenizer-model", "--split", "--save", "--load", "--save-interval"),
+    *("--save-retain-interval", "--dump-param-to-param-group-map"),
     *("--tensorboard-dir", "--async-save", "--use-persistent-ckpt-worker", "--ckpt-format"),
     *("--dist-ckpt-strictness", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
     *("--exit-interval", "--exit-duration-in-mins", "--dist-ckpt-optim-fully-reshardable"),
@@ -49,7 +50,7 @@ REPLACED: Final = (
     *("--tensor-model-parallel-size", "--expert-model-parallel-size", "--log-throughput"),
     *("--expert-tensor-parallel-size", "--rotary-percent", "--num-query-groups"),
     *("--moe-grouped-gemm", "--transformer-impl", "--attention-backend", "--distributed-backend"),
-    *("--use-flash-attn", "--tp-comm-overlap", "--cross-entropy-fusion-impl", "--dump-param-to-param-group-map"),
+    *("--use-flash-attn", "--tp-comm-overlap", "--cross-entropy-fusion-impl"),
     *("--log-memory-to-tensorboard", "--vocab-size", "--make-vocab-size-divisible-by"),
     *("--deterministic-mode", "--non-persistent-save-interval", "--moe-token-dispatcher-type"),
     *("--async-strategy", "--async-ckpt-use-cached-metadata", "--async-ckpt-use-cpu-shm"),
@@ -127,8 +128,10 @@ def _values(value: object) -> tuple[str, ...]:
     text = str(value).strip()
     if text[:1] + text[-1:] == "''" or text[:1] + text[-1:] == '""':
         return (text[1:-1],)
-    return tuple(text.strip("[]").replace(",", " ").split()) if text.startswith("[") else tuple(
-        text.split()
+    return (
+        tuple(text.strip("[]").replace(",", " ").split())
+        if text.startswith("[")
+        else tuple(text.split())
     )
 
 
@@ -139,7 +142,7 @@ def refused(case: Case) -> tuple[str, ...]:
         "tensor-model", "pipeline-model", "context")))  # fmt: skip
     command = TrainingCommand(
         script="pretrain_gpt.py",
-        arguments=tuple([*argv, "--no-rope-fusion"]),
+        arguments=(*argv, "--no-rope-fusion"),
         ranks=ranks,
         launched=True,
         variables=case.variables,
@@ -163,9 +166,7 @@ def scaled(case: Case) -> tuple[int, list[str]] | str:
         kept.pop("--moe-token-drop-policy", None)
     ranks = stages * tensor * experts
     batch = case.number("--global-batch-size", 2 * stages)
-    replicas = max(
-        GPUS // stages // case.number("--tensor-model-parallel-size"), 1
-    )
+    replicas = max(GPUS // stages // case.number("--tensor-model-parallel-size"), 1)
     microbatches = min(max(batch // case.number("--micro-batch-size") // replicas, 1), 2 * stages)
     layers = case.number("--num-layers")
     uneven = any("pipeline-num-layers" in flag or "pipeline-split" in flag for flag in kept)
@@ -252,14 +253,14 @@ _HEAD: Final = """\
 <!-- Made by: python -m tests.slow.nvidia_cases CHECKOUT > docs/nvidia_cases.md -->
 # NVIDIA's functional-test configurations
 
-The {count} training configurations of Megatron-LM's `tests/functional_tests/test_cases` ({families})
-with several pipeline stages, with `--pipeline-schedule {schedule}`. Nearly all of them log the
+The {count} training configurations of Megatron-LM's `tests/functional_tests/test_cases`
+({families}) with several pipeline stages, with `--pipeline-schedule {schedule}`. Nearly all of them log the
 parameters' norm, which is refused with deferred updates; `--log-params-norm` was left out of all.
 
-- **works** ({works}): accepted as it is on eight GPUs (`megatron-async doctor`), and trained for five
+- **works** ({works}): accepted for its eight GPUs (`megatron-async doctor`), and trained for five
   iterations on CPU ranks after scaling down: hidden size 64, two layers a stage, sequences of 32
-  tokens, mock data, no Transformer Engine, at most four ranks. Deferred and undeferred updates gave
-  the same losses.
+  tokens, mock data, no Transformer Engine, at most four ranks. Deferred and undeferred updates
+  gave the same losses.
 - **accepted** ({accepted}): accepted, and not run.
 - **refused** ({refused}): ends before training, with these reasons.
 
