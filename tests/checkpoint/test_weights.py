@@ -14,7 +14,7 @@ def arguments(experts: int, **others: object) -> argparse.Namespace:
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (4, 1)])
 def test_expert_parallelism_is_taken_up_or_dropped(before: int, now: int) -> None:
-    with pytest.raises(RuntimeError, match="^megatron_async: the checkpoint in there ") as error:
+    with pytest.raises(RuntimeError, match=r"^megatron_async: the checkpoint in there ") as error:
         check_experts(arguments(now), arguments(before), "there")
     assert f"saved with --expert-model-parallel-size {before}" in str(error.value)
     assert f"Go on with --expert-model-parallel-size {before}" in str(error.value)
