@@ -108,6 +108,13 @@ def _own_flags() -> tuple[Flag, ...]:
             "with every schedule, and slows the run down.",
         ),
         Flag(
+            name="--log-enqueues",
+            metavar="DIR",
+            help="With --cpu: write what each rank would enqueue on a GPU (kernels, collectives, "
+            "events, waits) to DIR, a file for each rank, for `megatron-async replay`. Works with "
+            "every schedule, and slows the run down.",
+        ),
+        Flag(
             name="--second-grad-buffer",
             switch=True,
             default=False,

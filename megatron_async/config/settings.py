@@ -36,6 +36,7 @@ class AsyncConfig:
     grad_norm_scope: str = "global"
     log_bubble: bool = False
     log_fingerprints: str | None = None
+    log_enqueues: str | None = None
     second_grad_buffer: bool = False
     extra_warmup: int = 0
 
@@ -59,6 +60,7 @@ class AsyncConfig:
             grad_norm_scope=values["grad_norm_scope"],
             log_bubble=values["log_pipeline_bubble"],
             log_fingerprints=values["log_fingerprints"],
+            log_enqueues=values["log_enqueues"],
             second_grad_buffer=values["second_grad_buffer"],
             extra_warmup=values["pipeline_extra_warmup"],
         )

@@ -206,6 +206,14 @@ RULES: Final[tuple[Rule, ...]] = (
         name="second_grad_buffer_local_accumulation",
     ),
     rule(
+        "--log-enqueues",
+        "what a GPU is given is recorded on CPU ranks; a GPU has profilers of its own",
+        "Add --cpu, or drop it.",
+        when=lambda s: s.config.log_enqueues is not None and not s.config.cpu,
+        name="enqueues_of_a_gpu",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
         "--pipeline-schedule",
         lambda s: (
             f"megatron-core {s.facts.megatron_version} is not a release that this package was "
