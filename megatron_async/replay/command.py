@@ -95,10 +95,10 @@ def _print_state(state: SteadyState, connections: int, *, most: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-async replay",
-        description="Show faults of what a run would enqueue on GPUs, from the folder that it wrote "
-        "on CPU ranks with --cpu --log-enqueues DIR: unordered accesses to memory, deadlocks, and "
-        "what holds computation up with one hardware queue or with several. Nothing is trained. "
-        "docs/replay.md says what is assumed.",
+        description="Show faults of what a run would enqueue on GPUs, from the folder that it "
+        "wrote on CPU ranks with --cpu --log-enqueues DIR: unordered accesses to memory, "
+        "deadlocks, and what holds computation up with one hardware queue or with several. Nothing "
+        "is trained. docs/replay.md says what is assumed.",
         allow_abbrev=False,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder of the run")

@@ -91,7 +91,9 @@ class _Communications:
 
     # Calls
 
-    def call(self, method: str, kind: str, original: Any, group: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        self, method: str, kind: str, original: Any, group: Any, args: Any, kwargs: Any
+    ) -> Any:
         """Make a call of a process group, and record it."""
         recorder = self._recorder
         recorder.warn_of_other_thread()
@@ -288,9 +290,7 @@ def communication_rows(recorder: Recorder) -> list[Replacement]:
 
     def all_gather(original: Any) -> Any:
         @functools.wraps(original)
-        def gather(
-            tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
-        ) -> Any:
+        def gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
             if len({output.numel() for output in tensor_list}) == 1:
                 return original(tensor_list, tensor, group=group, async_op=async_op)
             # The CPU backend makes it of broadcasts; NCCL launches those together, too.

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from megatron_async.replay.commands import Command, HostStop, Kind
 from megatron_async.replay.describe import describe
-from megatron_async.replay.device import Command, HostStop, Kind, Rank
+from megatron_async.replay.rank import Rank
 from megatron_async.replay.trace import Communication
 
 __all__ = ["explain"]

@@ -1,6 +1,6 @@
 """Names for people: commands of the device's queues, and the actions that they belong to."""
 
-from megatron_async.replay.device import Command, Kind
+from megatron_async.replay.commands import Command, Kind
 from megatron_async.replay.trace import Begin, Communication, Kernel, Synchronize, Wait, WaitEvent
 
 __all__ = ["action_name", "describe"]

@@ -89,12 +89,10 @@ class KernelMode(TorchDispatchMode):
     asks for it."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = _schema(func)
         recorder = self._recorder
@@ -174,9 +172,7 @@ class KernelMode(TorchDispatchMode):
             value = args[2]
             if value.numel() == 1 and not self._recorder.memory.on_device(value):
                 return False  # becomes masked_fill (canDispatchToMaskedFill)
-        return any(
-            tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(list(args[1]))
-        )
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(list(args[1])))
 
     def _on_host(
         self, schema: _Schema, read: list[torch.Tensor], written: list[torch.Tensor]
@@ -192,9 +188,7 @@ class KernelMode(TorchDispatchMode):
         writes = ranges(recorder, [tensor for tensor in written if copied(tensor)], device=False)
         if reads or writes:
             name = schema.name.removeprefix("aten::")
-            recorder.add(
-                HostAccess(name=name, reads=reads, writes=writes, where=recorder.where())
-            )
+            recorder.add(HostAccess(name=name, reads=reads, writes=writes, where=recorder.where()))
 
 
 def ranges(

@@ -13,7 +13,6 @@ Source: NVIDIA/nccl, src/device/{reduce,broadcast,sendrecv}.h; see docs/replay.m
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from megatron_async.replay.trace import Communication, Operation
 
@@ -22,25 +21,37 @@ __all__ = ["Meeting", "Meetings", "Participant"]
 _ONE_TO_ONE = ("send", "recv")
 
 
-class Participant(Protocol):
-    """A kernel of one rank that takes part."""
+class Participant:
+    """What one rank does in communications that are launched together.
 
-    rank: int
-    start: float | None
-    end: float | None
-    duration: float
-    needed: "Participant | None"
-    """Of the kernels that it waited for, the one that came last; None if none came later."""
+    Attributes:
+        rank: global rank.
+        start: when it started; None until then.
+        end: when it had ended.
+        duration: what it takes once all that it needs have started.
+        needed: of those that it waited for, the one that came last; None if none came later.
+        meetings: the communications.
+    """
+
+    __slots__ = ("duration", "end", "meetings", "needed", "rank", "start")
+
+    def __init__(self, rank: int, *, start: float | None = None) -> None:
+        self.rank = rank
+        self.start = start
+        self.end: float | None = None
+        self.duration = 0.0
+        self.needed: Participant | None = None
+        self.meetings: list[Meeting] = []
 
 
 @dataclass(slots=True)
-class Meeting[P: Participant]:
+class Meeting:
     """One communication and the kernels that have started so far."""
 
     ranks: tuple[int, ...]
     """In the order of the chain, if there is one."""
     chain: bool = False
-    started: dict[int, P] = field(default_factory=dict)
+    started: dict[int, Participant] = field(default_factory=dict)
 
     def missing_for(self, rank: int) -> list[int]:
         """Ranks that have to start theirs before the kernel of ``rank`` can end."""
@@ -50,7 +61,7 @@ class Meeting[P: Participant]:
         return [each for each in needed if each not in self.started]
 
 
-class Meetings[P: Participant]:
+class Meetings:
     """All communication between the ranks.
 
     Args:
@@ -60,10 +71,10 @@ class Meetings[P: Participant]:
     def __init__(self, latency: float) -> None:
         self._latency = latency
         self._counts: dict[tuple[str, int, str], int] = defaultdict(int)
-        self._meetings: dict[tuple[str, int], Meeting[P]] = {}
-        self._pairs: dict[tuple[str, int, int, int], Meeting[P]] = {}
+        self._meetings: dict[tuple[str, int], Meeting] = {}
+        self._pairs: dict[tuple[str, int, int, int], Meeting] = {}
 
-    def register(self, item: Communication, rank: int, communicator: str) -> list[Meeting[P]]:
+    def register(self, item: Communication, rank: int, communicator: str) -> list[Meeting]:
         """Return the meetings of a communication of ``rank``; called in the order of its calls."""
         operation = item.operations[0]
         if operation.name in _ONE_TO_ONE:
@@ -74,7 +85,7 @@ class Meetings[P: Participant]:
             meeting = self._meetings[communicator, number] = _meeting(operation, item.ranks)
         return [meeting]
 
-    def _pair(self, operation: Operation, rank: int, communicator: str) -> Meeting[P]:
+    def _pair(self, operation: Operation, rank: int, communicator: str) -> Meeting:
         sends = operation.name == "send"
         source, target = (rank, operation.peer) if sends else (operation.peer, rank)
         number = self._count(communicator, rank, f"{operation.name} {operation.peer}")
@@ -86,22 +97,23 @@ class Meetings[P: Participant]:
         self._counts[communicator, rank, what] = number + 1
         return number
 
-    def start(self, kernel: P, meetings: list[Meeting[P]]) -> list[P]:
-        """A kernel has started; return those that have an end now."""
-        for meeting in meetings:
+    def start(self, kernel: Participant) -> list[Participant]:
+        """A kernel has started; return those whose end is known by that."""
+        for meeting in kernel.meetings:
             meeting.started[kernel.rank] = kernel
-        ended: list[P] = []
-        for meeting in meetings:
-            for each in meeting.started.values():
-                if each.end is None and each not in ended:
-                    ended.append(each)
-        return ended
+        waiting = {
+            id(each): each
+            for meeting in kernel.meetings
+            for each in meeting.started.values()
+            if each.end is None
+        }
+        return [each for each in waiting.values() if self._try_end(each)]
 
-    def try_end(self, kernel: P, meetings: list[Meeting[P]]) -> bool:
+    def _try_end(self, kernel: Participant) -> bool:
         """Give a kernel that has started its end, if that is known."""
         assert kernel.start is not None
         last, needed, hops = kernel.start, None, 1
-        for meeting in meetings:
+        for meeting in kernel.meetings:
             if meeting.missing_for(kernel.rank):
                 return False
             if len(meeting.ranks) == 1:
@@ -115,7 +127,9 @@ class Meetings[P: Participant]:
         kernel.needed = needed
         return True
 
-    def _ready(self, kernel: P, meeting: Meeting[P]) -> tuple[float, P | None, int]:
+    def _ready(
+        self, kernel: Participant, meeting: Meeting
+    ) -> tuple[float, Participant | None, int]:
         """When all that a kernel needs has started, whose came last, and over how many messages."""
         peers = list(meeting.ranks)
         if meeting.chain:
@@ -127,7 +141,7 @@ class Meetings[P: Participant]:
         return times[last], (None if of is kernel else of), hops
 
 
-def _meeting[P: Participant](operation: Operation, ranks: tuple[int, ...]) -> Meeting[P]:
+def _meeting(operation: Operation, ranks: tuple[int, ...]) -> Meeting:
     if operation.name in ("broadcast", "reduce") and operation.peer in ranks:
         root = ranks.index(operation.peer)
         begin = root if operation.name == "broadcast" else root + 1

@@ -53,7 +53,7 @@ def install(directory: Path) -> Recorder:
         world=int(os.environ.get("WORLD_SIZE", "1")),
     )
     apply(recording_rows(recorder), torch.__version__)
-    KernelMode(recorder).__enter__()
+    KernelMode(recorder).__enter__()  # type: ignore[no-untyped-call]
     atexit.register(recorder.end)
     return recorder
 
@@ -74,9 +74,7 @@ def mark_actions(recorder: Recorder) -> None:
 
     def perform(self: Any, actions: Any) -> None:
         for action in actions:
-            with marks.action(
-                action.kind.value, action.batch, action.microbatch, action.version
-            ):
+            with marks.action(action.kind.value, action.batch, action.microbatch, action.version):
                 self._handlers[action.kind](action)
 
     Interpreter._perform = perform  # type: ignore[method-assign]
@@ -90,7 +88,9 @@ class _Marks:
         self._counts: dict[str, int] = {}
 
     def action(self, name: str, batch: int, microbatch: int, version: int) -> "_Action":
-        return _Action(self, Begin(action=name, batch=batch, microbatch=microbatch, version=version))
+        return _Action(
+            self, Begin(action=name, batch=batch, microbatch=microbatch, version=version)
+        )
 
     def step(self, name: str) -> "_Action":
         """An action of a schedule of Megatron's; microbatches are counted in each iteration."""

@@ -1,12 +1,14 @@
 """What the steady state of a replayed run takes, and what held the computation up."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron_async.replay.commands import Bound, Command, Kind
 from megatron_async.replay.costs import compute_stream
 from megatron_async.replay.describe import describe
-from megatron_async.replay.device import Bound, Command, Device, Kind, Rank
+from megatron_async.replay.device import Device
+from megatron_async.replay.rank import Rank
 from megatron_async.replay.trace import Begin
 from megatron_async.schedules.actions import Kind as ActionKind
 
@@ -80,10 +82,14 @@ def steady_state(device: Device) -> SteadyState:
         work[stage] = (backwards * (forward + backward) + count * optimizer) / count
     causes: dict[tuple[int, str], list[float]] = defaultdict(list)
     spins: dict[tuple[int, str], list[float]] = defaultdict(list)
+    stages = {rank.trace.rank: rank.trace.stage for rank in device.ranks}
     for rank, end in zip(device.ranks, ends, strict=True):
         window = end[first], end[last]
         stage = rank.trace.stage
-        for found, times in ((causes, _stood_still(rank, window)), (spins, _spun(rank, window))):
+        for found, times in (
+            (causes, _stood_still(rank, window, stages)),
+            (spins, _spun(rank, window)),
+        ):
             sums: dict[str, float] = defaultdict(float)
             for text, time in times:
                 sums[text] += time / count
@@ -117,8 +123,8 @@ def _window(rank: Rank) -> tuple[int, int]:
     undrained = len(batches) - max(1, len(draining) - 1)
     if undrained < 3:
         raise ValueError(
-            f"a steady state needs some iterations more than {len(batches)}: the pipeline is filled "
-            "in the first and drained in the last"
+            f"a steady state needs more than {len(batches)} iterations: the pipeline is filled in "
+            "the first and drained in the last"
         )
     return batches[(undrained + 1) // 3], batches[undrained - 1]
 
@@ -134,7 +140,9 @@ def _backward_ends(rank: Rank) -> dict[int, float]:
     return ends
 
 
-def _stood_still(rank: Rank, window: tuple[float, float]) -> Iterator[tuple[str, float]]:
+def _stood_still(
+    rank: Rank, window: tuple[float, float], stages: Mapping[int, int]
+) -> Iterator[tuple[str, float]]:
     """(why, how long) for each gap on the computing stream."""
     stream = str(compute_stream(rank.trace))
     ended: float | None = None
@@ -146,11 +154,11 @@ def _stood_still(rank: Rank, window: tuple[float, float]) -> Iterator[tuple[str,
         if ended is not None:
             gap = _overlap(ended, command.start, window)
             if gap > _EPSILON:
-                yield _cause(command), gap
+                yield _cause(command, stages), gap
         if command.kind is Kind.COLLECTIVE:
             gap = _overlap(command.start, command.start + command.spun, window)
             if gap > _EPSILON:
-                yield _end(command), gap
+                yield _end(command, stages), gap
         ended = command.end
 
 
@@ -167,7 +175,7 @@ def _overlap(begin: float, end: float, window: tuple[float, float]) -> float:
     return max(min(end, window[1]) - max(begin, window[0]), 0.0)
 
 
-def _cause(command: Command) -> str:
+def _cause(command: Command, stages: Mapping[int, int]) -> str:
     """Follow what a command waited for last up to a communication, a kernel or the host."""
     node = command
     held: Command | None = None
@@ -188,15 +196,17 @@ def _cause(command: Command) -> str:
                 node = by
                 continue
             by = before
-        text = _end(by)
+        text = _end(by, stages)
         break
     return text if held is None else f"queued behind {describe(held)}: {text}"
 
 
-def _end(command: Command) -> str:
+def _end(command: Command, stages: Mapping[int, int]) -> str:
     """Why a kernel ended no sooner."""
-    if command.needed is not None:
-        action = command.needed.action
-        doing = f", there in {action.action}" if action is not None else ""
-        return f"{describe(command)} waits for rank {command.needed.rank}{doing}"
-    return describe(command)
+    needed = command.needed
+    if not isinstance(needed, Command):
+        return describe(command)
+    stage = stages[needed.rank]
+    whom = f"stage {stage}" if stage != stages[command.rank] else "another rank of the stage"
+    doing = f", there in {needed.action.action}" if needed.action is not None else ""
+    return f"{describe(command)} waits for {whom}{doing}"

@@ -348,7 +348,9 @@ def read(path: Path) -> Trace:
         try:
             first = next(lines)
         except StopIteration:
-            raise TraceError(f"{path} is empty: the run ended before its first iteration.") from None
+            raise TraceError(
+                f"{path} is empty: the run ended before its first iteration."
+            ) from None
         if first.pop("format", None) != FORMAT:
             raise TraceError(f"{path} is of another version of megatron_async: record it again.")
         items: list[Item] = []
