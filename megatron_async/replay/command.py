@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_async.replay.counts import host_waits, launches
 from megatron_async.replay.device import DeviceDeadlock, run
 from megatron_async.replay.races import find_races
 from megatron_async.replay.steady import SteadyState, steady_state
@@ -36,6 +37,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"megatron-async replay: {error}", file=sys.stderr)
         return 2
     found = _print_races(traces, most=args.most)
+    _print_rows(
+        "the host waits for the device, times per iteration",
+        [(each.stage, each.number, each.text) for each in host_waits(traces)],
+        most=args.most,
+    )
+    _print_rows(
+        "kernels launched per iteration",
+        [(each.stage, each.number, each.text) for each in launches(traces)],
+        most=args.most,
+    )
     for connections in args.connections:
         try:
             device = run(
@@ -80,16 +91,25 @@ def _print_state(state: SteadyState, connections: int, *, most: int) -> None:
         f"\n{_connections(connections)}: {state.time:.4g} ms per iteration in the steady state, "
         f"{state.ratio:.3f} of the ideal {state.ideal:.4g}"
     )
-    for title, rows in (
-        ("computing streams stood still, ms per iteration", state.causes),
-        ("NCCL kernels waited for peers and held SMs, ms per iteration", state.spins),
-    ):
-        if rows:
-            print(f"  {title}:")
-        for row in rows[:most]:
-            print(f"    stage {row.stage} {row.time:8.3f}  {row.text}")
-        if len(rows) > most:
-            print(f"    and {len(rows) - most} more (--most)")
+    _print_rows(
+        "computing streams stood still, ms per iteration",
+        [(each.stage, each.time, each.text) for each in state.causes],
+        most=most,
+    )
+    _print_rows(
+        "NCCL kernels waited for peers and held SMs, ms per iteration",
+        [(each.stage, each.time, each.text) for each in state.spins],
+        most=most,
+    )
+
+
+def _print_rows(title: str, rows: Sequence[tuple[int, float, str]], *, most: int) -> None:
+    if rows:
+        print(f"  {title}:")
+    for stage, number, text in rows[:most]:
+        print(f"    stage {stage} {number:10.3f}  {text}")
+    if len(rows) > most:
+        print(f"    and {len(rows) - most} more (--most)")
 
 
 def _parser() -> argparse.ArgumentParser:
