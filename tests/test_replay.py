@@ -1,5 +1,6 @@
 """Recording on CPU ranks, the traces' files, and the command that replays them."""
 
+import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -10,10 +11,12 @@ import pytest
 from harness import gpt_args, run_python, run_torchrun
 from replay_traces import collective, drop, kernel, message, trace, traces
 
+from megatron_async.config.validation import ArgumentError, Facts, check
 from megatron_async.replay.command import main
 from megatron_async.replay.counts import host_waits, launches
 from megatron_async.replay.device import run
 from megatron_async.replay.races import find_races
+from megatron_async.replay.record import directory_in
 from megatron_async.replay.steady import steady_state
 from megatron_async.replay.trace import (
     Allocate,
@@ -451,3 +454,20 @@ def test_the_command_fails_after_a_race_or_a_deadlock(
     assert "no rank*.jsonl" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(tmp_path / "race"), "--connections", "0"])
+
+
+# -------------------------------------------------------------------------------------- the flag
+
+
+def test_the_flag_is_for_cpu_ranks() -> None:
+    facts = Facts(megatron_version="0.19.2")
+    assert check(argparse.Namespace(log_enqueues="traces", cpu=True), facts) == []
+    with pytest.raises(ArgumentError, match=r"--log-enqueues: .* Add --cpu, or drop it"):
+        check(argparse.Namespace(log_enqueues="traces"), facts)
+
+
+def test_the_launcher_reads_the_flag_before_megatron_does() -> None:
+    assert directory_in(["--lr", "1", "--log-enqueues", "a", "--bf16"]) == "a"
+    assert directory_in(["--log-enqueues=b"]) == "b"
+    assert directory_in(["--log-enqueues"]) is None
+    assert directory_in(["--lr", "1"]) is None

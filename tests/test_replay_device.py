@@ -409,7 +409,7 @@ def test_messages_take_the_time_that_they_take_in_the_list_simulation() -> None:
 def test_a_reduce_and_a_broadcast_on_one_communicator_hold_one_queue_up(
     stages: int, microbatches: int, time: float
 ) -> None:
-    actions = lists("pipedream-2bw", stages, microbatches)
+    actions = lists("pipedream-2bw", stages, microbatches, calls=6)
     ideal = 3.0 * microbatches
     on_device = by_lists(actions, exchange_on_one_communicator)
     state = steady_state(run(on_device, ONE, connections=1))

@@ -22,7 +22,7 @@ from megatron_async.replay.recorder import Recorder
 from megatron_async.replay.streams import stream_rows
 from megatron_async.replay.trace import Begin, End
 
-__all__ = ["install", "mark_actions", "recording_rows"]
+__all__ = ["FLAG", "directory_in", "install", "mark_actions", "recording_rows"]
 
 FLAG = "--log-enqueues"
 
