@@ -1,5 +1,6 @@
 """The model of the device: each of its rules, and whole schedules against the list simulator."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from replay_traces import (
     exchange_on_one_communicator,
     kernel,
     message,
+    swap,
     trace,
     traces,
 )
 
 from megatron_async.replay.commands import Command, Kind
 from megatron_async.replay.device import Device, DeviceDeadlock, run
+from megatron_async.replay.nccl import MismatchError
 from megatron_async.replay.steady import steady_state
 from megatron_async.replay.trace import (
     Begin,
@@ -494,6 +497,17 @@ def test_a_missing_receive_is_a_deadlock() -> None:
     of = by_lists(lists("pipedream-2bw", 2, 4))
     of[1] = drop(of[1], lambda item: isinstance(item, Communication), only=7)
     with pytest.raises(DeviceDeadlock):
+        run(of, ONE)
+
+
+def test_different_operations_on_one_communicator_are_named() -> None:
+    of = by_lists(lists("pipedream-2bw", 3, 4), exchange_on_one_communicator)
+
+    def is_first(name: str) -> Callable[[Item], bool]:
+        return lambda item: isinstance(item, Communication) and item.operations[0].name == name
+
+    of[2] = swap(of[2], is_first("reduce"), is_first("broadcast"))
+    with pytest.raises(MismatchError, match="on communicator x of ranks 0, 1, 2, another rank"):
         run(of, ONE)
 
 

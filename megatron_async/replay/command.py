@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_async.replay.counts import host_waits, launches
 from megatron_async.replay.device import DeviceDeadlock, run
+from megatron_async.replay.nccl import MismatchError
 from megatron_async.replay.races import find_races
 from megatron_async.replay.steady import SteadyState, steady_state
 from megatron_async.replay.trace import Trace, TraceError, read_all
@@ -20,7 +21,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 0, 1 after a race or a deadlock, 2 if the folder cannot be read."""
+    """Run the command. Returns 0, 1 after a fault, 2 if the folder cannot be read."""
     parser = _parser()
     args = parser.parse_args(argv)
     costs = Costs(
@@ -62,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"\n{_connections(connections)}: DEADLOCK")
             for line in deadlock.lines:
                 print(f"  {line}")
+        except MismatchError as mismatch:
+            found = True
+            print(f"\n{_connections(connections)}: MISMATCH\n  {mismatch}")
         except ValueError as error:
             parser.error(str(error))
         else:

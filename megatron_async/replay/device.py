@@ -66,6 +66,7 @@ def run(
 
     Raises:
         DeviceDeadlock: ranks wait for each other.
+        MismatchError: ranks enqueue different operations on a communicator.
         ValueError: a number that makes no sense.
     """
     if connections < 1 or run_ahead < 1 or launch < 0:

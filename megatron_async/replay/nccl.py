@@ -16,9 +16,14 @@ from dataclasses import dataclass, field
 
 from megatron_async.replay.trace import Communication, Operation
 
-__all__ = ["Meeting", "Meetings", "Participant"]
+__all__ = ["Meeting", "Meetings", "MismatchError", "Participant"]
 
 _ONE_TO_ONE = ("send", "recv")
+
+
+class MismatchError(Exception):
+    """The ranks of a communicator enqueue different operations; on a GPU they would hang, or take
+    each other's data. The message says which."""
 
 
 class Participant:
@@ -48,6 +53,8 @@ class Participant:
 class Meeting:
     """One communication and the kernels that have started so far."""
 
+    name: str
+    """Of the operation."""
     ranks: tuple[int, ...]
     """In the order of the chain, if there is one."""
     chain: bool = False
@@ -75,7 +82,11 @@ class Meetings:
         self._pairs: dict[tuple[str, int, int, int], Meeting] = {}
 
     def register(self, item: Communication, rank: int, communicator: str) -> list[Meeting]:
-        """Return the meetings of a communication of ``rank``; called in the order of its calls."""
+        """Return the meetings of a communication of ``rank``; called in the order of its calls.
+
+        Raises:
+            MismatchError: another rank has another operation in this place.
+        """
         operation = item.operations[0]
         if operation.name in _ONE_TO_ONE:
             return [self._pair(each, rank, communicator) for each in item.operations]
@@ -83,6 +94,12 @@ class Meetings:
         meeting = self._meetings.get((communicator, number))
         if meeting is None:
             meeting = self._meetings[communicator, number] = _meeting(operation, item.ranks)
+        if meeting.name != operation.name:
+            raise MismatchError(
+                f"rank {rank} enqueues {operation.name} as operation {number} on communicator "
+                f"{communicator} of ranks {', '.join(map(str, item.ranks))}, another rank "
+                f"{meeting.name}"
+            )
         return [meeting]
 
     def _pair(self, operation: Operation, rank: int, communicator: str) -> Meeting:
@@ -90,7 +107,7 @@ class Meetings:
         source, target = (rank, operation.peer) if sends else (operation.peer, rank)
         number = self._count(communicator, rank, f"{operation.name} {operation.peer}")
         key = (communicator, source, target, number)
-        return self._pairs.setdefault(key, Meeting(ranks=(source, target)))
+        return self._pairs.setdefault(key, Meeting(name="message", ranks=(source, target)))
 
     def _count(self, communicator: str, rank: int, what: str) -> int:
         number = self._counts[communicator, rank, what]
@@ -145,5 +162,5 @@ def _meeting(operation: Operation, ranks: tuple[int, ...]) -> Meeting:
     if operation.name in ("broadcast", "reduce") and operation.peer in ranks:
         root = ranks.index(operation.peer)
         begin = root if operation.name == "broadcast" else root + 1
-        return Meeting(ranks=(*ranks[begin:], *ranks[:begin]), chain=True)
-    return Meeting(ranks=ranks)
+        return Meeting(operation.name, (*ranks[begin:], *ranks[:begin]), chain=True)
+    return Meeting(operation.name, ranks)

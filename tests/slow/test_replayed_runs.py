@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import gpt_args, run_torchrun
 
-from megatron_async.replay.device import run
+from megatron_async.replay.device import DeviceDeadlock, run
 from megatron_async.replay.races import find_races
 from megatron_async.replay.steady import SteadyState, steady_state
 from megatron_async.replay.trace import Trace, read_all
@@ -38,15 +38,18 @@ SHAPES = [(4, 8, 1), (4, 8, 2), (8, 32, 1), (8, 32, 2)]
 
 one_communicator = pytest.mark.xfail(
     strict=True,
+    raises=AssertionError,
     reason="the update's numbers are reduced and broadcast on one NCCL communicator: the queued "
     "broadcast holds the only queue up",
 )
 launch_before_send = pytest.mark.xfail(
     strict=True,
+    raises=DeviceDeadlock,
     reason="the launch stands before the send of backward 0, and waits for other stages' launches",
 )
 gathers_at_once = pytest.mark.xfail(
     strict=True,
+    raises=AssertionError,
     reason="all bucket groups are gathered at once on one stream: all but the last hold the only "
     "queue up",
 )
