@@ -13,7 +13,7 @@ ARGS ?=
 help:
 	@echo 'make install    make $(VENV) with the versions of constraints.txt (some 5.5 GB; PYTHON=... names a Python >= 3.12)'
 	@echo 'make demo       train a small GPT four ways on two CPU ranks (ARGS=--quick: one minute)'
-	@echo 'make test       the test suite on CPU ranks (ARGS="tests/test_data.py -x": a part of it)'
+	@echo 'make test       the test suite on CPU ranks (ARGS="tests/schedules -x": a part of it)'
 	@echo 'make test-slow  the tests that take minutes each'
 	@echo 'make lint       ruff, mypy, import-linter and bash -n'
 	@echo 'make format     let ruff mend what it can'

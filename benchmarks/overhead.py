@@ -144,7 +144,8 @@ def _row(name: str, runs: dict[str, list[Measurement]], args: argparse.Namespace
     )
 
     def bytes_of(mode: str, what: str) -> float:
-        return statistics.median(run.ranks[0][what] for run in runs[mode])
+        found: list[float] = [run.ranks[0][what] for run in runs[mode]]
+        return statistics.median(found)
 
     return {
         "mode": name,

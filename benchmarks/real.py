@@ -107,16 +107,18 @@ def _run(name: str, microbatches: int, args: argparse.Namespace) -> Measurement:
 def _slot(run: Measurement, microbatches: int) -> float:
     """Seconds of a forward and a backward on the slower stage."""
     skip = SKIPPED * microbatches
-    return max(
+    slots: list[float] = [
         statistics.median(rank["forward"][skip:]) + statistics.median(rank["backward"][skip:])
         for rank in run.ranks
-    )
+    ]
+    return max(slots)
 
 
 def _optimizer(run: Measurement) -> float:
     """Seconds of Megatron's step on the rank that comes last to it, and so waits for none."""
     per_iteration = zip(*(rank["step"][SKIPPED:] for rank in run.ranks), strict=True)
-    return statistics.median(min(times) for times in per_iteration)
+    last: list[float] = [min(times) for times in per_iteration]
+    return statistics.median(last)
 
 
 def _rows(

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from misplaced import misplaced_schedule
 
 from megatron_async import schedules
+from support.misplaced import misplaced_schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,7 +278,7 @@ def _leave_out_updates() -> None:
                 pass
             return UpdateReport(batch=batch, iteration=self.iteration)
 
-    engine.DeferredUpdate = NoUpdate  # type: ignore[misc, assignment]
+    vars(engine)["DeferredUpdate"] = NoUpdate
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
+from megatron_async.tools.job import end_family, rank_environment, torchrun
 
 __all__ = ["SKIPPED", "JobError", "Measurement", "gpt_flags", "run_job", "train_iters"]
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+_REPOSITORY = _BENCHMARKS.parent
 _SCRIPT = Path(__file__).with_name("instrumented_gpt.py")
 
 # As a GPU's caching allocator does. By default each large activation is mapped afresh: a million
@@ -139,26 +139,22 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="megatron-async-benchmark-") as folder:
         output, logs = Path(folder) / "output", Path(folder) / "logs"
         output.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--standalone", "--local-addr", "localhost", f"--nproc-per-node={ranks}"]
-        command += ["--log-dir", str(logs), "--redirects", "3", "-m", "megatron_async"]
-        command += ["--cpu"] if on_cpu else []
-        command += [str(_SCRIPT), *flags]
+        command = [*torchrun(ranks), "--log-dir", str(logs), "--redirects", "3"]
+        command += ["-m", "megatron_async", *(["--cpu"] if on_cpu else []), str(_SCRIPT), *flags]
+        path = filter(None, [str(_REPOSITORY), str(_BENCHMARKS), os.environ.get("PYTHONPATH")])
         environment = {
-            "GLOO_SOCKET_IFNAME": "lo",
-            **os.environ,
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")])
-            ),
+            **rank_environment(),
+            "PYTHONPATH": os.pathsep.join(path),
             "BENCHMARK_SETTINGS": json.dumps({**(settings or {}), "output": str(output)}),
         }
         if on_cpu:
-            environment["OMP_NUM_THREADS"] = "1"
             environment.setdefault("GLIBC_TUNABLES", _KEEP_FREED_MEMORY)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            del environment["OMP_NUM_THREADS"]  # that of CPU ranks
         with subprocess.Popen(
             command,
             env=environment,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -183,16 +179,8 @@ def run_job(
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End torchrun and its ranks, which have sessions of their own."""
-    if process.poll() is not None:
-        return
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    for child in children:
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
+    if process.poll() is None:
+        end_family(process.pid)
     process.communicate()
 
 

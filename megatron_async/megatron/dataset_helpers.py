@@ -6,6 +6,7 @@ wheel of megatron-core that is installed beside it has them compiled, for this v
 Source: megatron/core/datasets/utils.py, ``compile_helpers``, and the Makefile beside it.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import sys
@@ -59,6 +60,7 @@ def provide() -> None:
 def compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
     """Make a ``compile_helpers`` that does nothing where the helpers can be imported."""
 
+    @functools.wraps(original)
     def compile_helpers() -> None:
         if importlib.util.find_spec(_MODULE) is None:
             original()

@@ -11,10 +11,12 @@ import time
 from typing import Any
 
 __all__ = [
+    "add_tokenizer_arguments",
     "arguments_are_parsed",
     "batches_left",
     "minutes_trained",
     "next_num_microbatches",
+    "parsed_arguments",
     "signal_received",
     "step_batch_sizes",
 ]
@@ -22,8 +24,21 @@ __all__ = [
 
 def arguments_are_parsed() -> bool:
     """Whether Megatron has parsed its arguments in this process. Imports nothing."""
+    return parsed_arguments() is not None
+
+
+def parsed_arguments() -> argparse.Namespace | None:
+    """Return Megatron's arguments; None if it has parsed none in this process. Imports nothing."""
     variables = sys.modules.get("megatron.training.global_vars")
-    return variables is not None and variables._GLOBAL_ARGS is not None
+    args: argparse.Namespace | None = getattr(variables, "_GLOBAL_ARGS", None)
+    return args
+
+
+def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add Megatron's flags of tokenizers to a parser."""
+    from megatron.training.arguments import _add_tokenizer_args
+
+    _add_tokenizer_args(parser)
 
 
 def next_num_microbatches(args: argparse.Namespace) -> int:

@@ -7,10 +7,10 @@ megatron/core/optimizer/__init__.py): in fp32 a ``FP32Optimizer``, in bf16 a
 ``DistributedOptimizer``, and not in fp16.
 """
 
-import sys
 from typing import Any
 
 from megatron_async.megatron.optimizers import emerging_optimizers
+from megatron_async.megatron.training import parsed_arguments
 from megatron_async.optimizers import OPTIMIZERS, own_names
 
 __all__ = ["adan", "mars", "normuon", "put_into_megatron"]
@@ -119,9 +119,8 @@ def _setting(config: Any, name: str) -> Any:
     """
     if hasattr(config, name):
         return getattr(config, name)
-    # Not imported: with Megatron's core alone there is no command line to read.
-    variables = sys.modules.get("megatron.training.global_vars")
-    args = getattr(variables, "_GLOBAL_ARGS", None)
+    # None with Megatron's core alone, which has no command line to read.
+    args = parsed_arguments()
     if hasattr(args, name):
         return getattr(args, name)
     return OPTIMIZERS.flags[name].default

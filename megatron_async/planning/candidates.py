@@ -56,6 +56,8 @@ class Candidate:
         Raises:
             ValueError: it cannot run with these numbers; the message says why.
         """
+        if problems := self.schedule.problems(pipeline, microbatches):
+            raise ValueError("; ".join(problem.message for problem in problems))
         if iterations is None:
             iterations = settled_calls(self.schedule, pipeline, microbatches)
         return action_lists(self.schedule, pipeline, [microbatches] * iterations)
@@ -65,7 +67,7 @@ def candidates() -> list[Candidate]:
     """Return all of them, in the order of registration."""
     found: list[Candidate] = []
     for schedule in SCHEDULES:
-        if schedule.deferrable:
+        if schedule.deferrable and not schedule.problems(Pipeline(stages=1, deferred=False), 1):
             found.append(
                 Candidate(
                     name=f"{schedule.name}-undeferred",

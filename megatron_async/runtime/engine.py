@@ -146,7 +146,7 @@ class Engine:
             updates=self.updates.handlers,
             links=links,
             after_reduction=self._after_reduction,
-            before_next_batch=self._keep_random_state,
+            before_batch=self._keep_random_state,
             select_batch=self._select_batch,
         )
         self._microbatches = 1
@@ -383,8 +383,11 @@ class Engine:
         if self.gradients is not None and not (self._last and batch == self.interpreter.batch):
             self.gradients.allow_next_reduction()
 
-    def _keep_random_state(self) -> None:
-        self.next_batch_random_state = random_state.capture()
+    def _keep_random_state(self, batch: int) -> None:
+        if batch > self.interpreter.batch:
+            self.next_batch_random_state = random_state.capture()
+        if run.fingerprints is not None:
+            run.fingerprints.start(version=batch + 1)
 
     # What Megatron's loop asks between iterations
 

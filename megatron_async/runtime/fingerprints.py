@@ -7,7 +7,8 @@ each tensor of each update, with a hash of its bytes and its norm:
 - ``weight``: what it leaves in the parameter (the fp32 main parameter or this rank's shard of it),
   the delay correction included;
 - ``state``: its own buffers and the delay correction's, as ``PARAMETER:KEY``;
-- ``random``: the generators of the rank, and Megatron's tracked ones.
+- ``random``: the generators of the rank, and Megatron's tracked ones, from before the first forward
+  of the update's batch; of a synchronous update, from behind it.
 
 Two runs that compute the same have the same lines, whenever a line was written. ``megatron-async
 compare A B`` names the first that differ. It works with every schedule. Hashing copies each tensor
@@ -83,6 +84,8 @@ class Fingerprints:
         self._args = args
         self._update: tuple[int, int] | None = None
         """Iteration and version of the asynchronous update under way."""
+        self._started: dict[int, list[tuple[str, str]]] = {}
+        """The generators' states from before the batches that are in flight, by version."""
         self._write(
             rank=rank,
             world=dist.get_world_size(),
@@ -103,6 +106,14 @@ class Fingerprints:
             # Behind the hooks of the delay correction, which are there already.
             leaf.optimizer.register_step_pre_hook(self._before(own))
             leaf.optimizer.register_step_post_hook(self._after(own, last=number == len(leaves) - 1))
+
+    def start(self, *, version: int) -> None:
+        """Called before a batch's first forward; when its update is completed, others have drawn.
+
+        Args:
+            version: the weight version that the batch's update makes.
+        """
+        self._started[version] = list(self._generators())
 
     def begin(self, *, iteration: int, version: int) -> None:
         """Called before the step of an asynchronous update.
@@ -129,7 +140,8 @@ class Fingerprints:
                     if isinstance(value, torch.Tensor):
                         self._tensor("state", f"{name}:{key}", value)
             if last:
-                for name, state in self._generators():
+                version = -1 if self._update is None else self._update[1]
+                for name, state in self._started.pop(version, None) or self._generators():
                     self._line("random", name, state, norm=0.0)
                 self._file.flush()
                 self._update = None

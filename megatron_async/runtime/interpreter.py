@@ -73,8 +73,8 @@ class Interpreter:
         updates: the handlers of a batch's update and of the gathers.
         links: for lists with messages that are not waited for.
         after_reduction: called with the batch when its gradients are reduced.
-        before_next_batch: called right before the first forward of the batch after the running
-            one; the random state of that moment is what a resumed run has to start from.
+        before_batch: called with a batch right before its first forward; the random state of that
+            moment is what a resumed run has to start the batch from.
         select_batch: called with the batch before each forward and backward of a microbatch;
             whatever is summed up per batch has to go to that one.
     """
@@ -88,7 +88,7 @@ class Interpreter:
         updates: Mapping[Kind, Handler],
         links: Links | None = None,
         after_reduction: Callable[[int], None] | None = None,
-        before_next_batch: Callable[[], None] | None = None,
+        before_batch: Callable[[int], None] | None = None,
         select_batch: Callable[[int], None] | None = None,
     ) -> None:
         self.schedule = schedule
@@ -113,7 +113,7 @@ class Interpreter:
         """The last batch whose gradients are reduced."""
         self._links = links
         self._after_reduction = after_reduction
-        self._before_next_batch = before_next_batch
+        self._before_batch = before_batch
         self._select_batch = select_batch
         self._received: deque[Any] = deque()
         """Inputs that were received and not forwarded yet (None on the first stage)."""
@@ -344,8 +344,8 @@ class Interpreter:
 
     def _forward(self, action: Action) -> None:
         now = self._now
-        if action.batch > self.batch and action.microbatch == 0 and self._before_next_batch:
-            self._before_next_batch()
+        if action.microbatch == 0 and self._before_batch is not None:
+            self._before_batch(action.batch)
         self._select(action)
         num_microbatches = (
             now.num_microbatches if action.batch == self.batch else now.next_num_microbatches

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async.megatron.training import add_tokenizer_arguments
 from megatron_async.tools.progress import ProgressBar
 
 __all__ = [
@@ -103,14 +104,14 @@ class MegatronTokenizer:
     """
 
     def __init__(self, tokenizer_type: str, flags: Sequence[str] = ()) -> None:
+        parser = argparse.ArgumentParser(prog="megatron-async data", add_help=False)
         with _quiet_imports():
             from megatron.core.tokenizers.utils import build_tokenizer as megatron_tokenizers
-            from megatron.training.arguments import _add_tokenizer_args
+
+            add_tokenizer_arguments(parser)
         if tokenizer_type not in megatron_tokenizers.SUPPORTED_TOKENIZERS:
             known = ", ".join(["bytes", *megatron_tokenizers.SUPPORTED_TOKENIZERS])
             raise DataError(f"--tokenizer {tokenizer_type} is unknown; choose one of {known}.")
-        parser = argparse.ArgumentParser(prog="megatron-async data", add_help=False)
-        _add_tokenizer_args(parser)
         self.training_flags = ("--tokenizer-type", tokenizer_type, *flags)
         args, unknown = parser.parse_known_args(self.training_flags)
         if unknown:

@@ -1,6 +1,6 @@
 """Kills jobs with SIGKILL at random moments, resumes them until they are done, compares the losses.
 
-    python tests/slow/kill_resume.py [--runs 20] [--seed 0] [--format torch torch_dist]
+    python -m tests.slow.kill_resume [--runs 20] [--seed 0] [--format torch torch_dist]
 
 Every loss of every attempt is compared with those of a job that nobody killed, with all its digits.
 Two stages, two replicas, the distributed optimizer, the delay correction and dropout are on. Half
@@ -12,6 +12,7 @@ Exit code 1 if any loss differs, or if a job that was not killed fails.
 
 import argparse
 import dataclasses
+import functools
 import os
 import random
 import shutil
@@ -20,19 +21,14 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from harness import PRETRAIN_GPT, REPOSITORY, Value, gpt_args
-from resume_jobs import ASYNC, COMMON_FLAGS
-
-sys.path.insert(0, str(REPOSITORY))
+from megatron_async.tools.job import rank_environment
+from tests.support.fork import fork, import_once
+from tests.support.gpt import ASYNC, PRETRAIN_GPT, Value, gpt_args
+from tests.support.steps import COMMON_FLAGS
 
 RANKS = 4
 ITERATIONS = 12
@@ -104,10 +100,8 @@ class Attempt:
             port = free.getsockname()[1]
         self.started = time.monotonic()
         for rank in range(RANKS):
-            pid = os.fork()
-            if pid == 0:
-                _be_a_rank(rank, port, self._directory / f"rank{rank}.log", self._argv)
-            self._pids.append(pid)
+            work = functools.partial(_be_a_rank, rank, port, self._argv)
+            self._pids.append(fork(work, log=self._directory / f"rank{rank}.log"))
 
     def wait(self, kill: Kill | None) -> bool:
         """Wait for the end, kill before it if told so.
@@ -174,47 +168,19 @@ class Attempt:
         return {int(line.split()[0]): line.split()[1] for line in lines if len(line.split()) == 2}
 
 
-def _be_a_rank(rank: int, port: int, log: Path, argv: Sequence[str]) -> None:
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(RANKS),
-            LOCAL_WORLD_SIZE=str(RANKS),
-            MASTER_ADDR="localhost",
-            MASTER_PORT=str(port),
-        )
-        from megatron_async.__main__ import main
+def _be_a_rank(rank: int, port: int, argv: Sequence[str]) -> None:
+    os.setpgid(0, 0)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        LOCAL_WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
+    from megatron_async.__main__ import main
 
-        main(["--cpu", *argv])
-        code = 0
-    except SystemExit as end:
-        code = 0 if end.code in (None, 0) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Checkpoints leave a process behind, which a normal exit would end.
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
-        os._exit(code)
-
-
-def _import_once() -> None:
-    from megatron_async import cpu_backend
-
-    cpu_backend.install()
-    import megatron.training.training  # noqa: F401
-
-    import megatron_async.runtime.engine
-    import megatron_async.scripts.pretrain_gpt
-    import megatron_async.config.validation  # noqa: F401
+    main(["--cpu", *argv])
 
 
 def main() -> int:
@@ -224,12 +190,10 @@ def main() -> int:
     parser.add_argument("--format", nargs="+", default=["torch", "torch_dist"])
     parser.add_argument("--most-kills", type=int, default=4, help="of one run")
     args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(rank_environment())
     draw = random.Random(args.seed)
     warnings.simplefilter("ignore")
-    _import_once()
+    import_once()
     root = Path(tempfile.mkdtemp(prefix="megatron-async-kill-"))
     reference = Attempt(root / "reference", None, "torch")
     reference.start()

@@ -10,16 +10,13 @@ A part of it: ``-k muon``, ``-k torch_dist``; only the selected jobs run.
 import dataclasses
 import functools
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from harness import Value
-from resume_jobs import ASYNC, Outcome, Step, run_steps
+from tests.support.gpt import ASYNC, Value
+from tests.support.steps import Outcome, Step, run_steps
 
 pytestmark = pytest.mark.slow
 
@@ -189,11 +186,8 @@ def cells() -> list[Cell]:
 
 @functools.cache
 def _outcomes(session: pytest.Session, ranks: int, directory: Path) -> dict[str, Outcome]:
-    selected = [
-        item.callspec.params["cell"]
-        for item in session.items
-        if "cell" in getattr(getattr(item, "callspec", None), "params", {})
-    ]
+    parameters = [getattr(getattr(item, "callspec", None), "params", {}) for item in session.items]
+    selected: list[Cell] = [each["cell"] for each in parameters if "cell" in each]
     steps = [step for cell in selected if cell.ranks == ranks for step in cell.steps]
     outcomes = run_steps(ranks, steps, directory, may_fail=True)
     for cell in selected:
@@ -254,7 +248,7 @@ def test_another_layout_agrees_to_rounding(
     # Megatron pads the vocabulary to a multiple of this times the number of tensor-parallel ranks,
     # and the loss counts the padding.
     tensors: Flags = {**TENSORS_2, "make_vocab_size_divisible_by": 64}
-    layouts: dict[str, Flags] = {
+    of_ranks: dict[int, dict[str, Flags]] = {
         1: {"one stage": {}},
         2: {"two tensors": tensors, "two replicas": {}},
         4: {
@@ -262,7 +256,8 @@ def test_another_layout_agrees_to_rounding(
             "2x2 replicas": STAGES_2,
             "2x2 tensors": {**STAGES_2, **tensors},
         },
-    }[ranks]
+    }
+    layouts = of_ranks[ranks]
     common: dict[str, Value] = {**ASYNC, **CORRECTED, **NO_DROPOUT, "ckpt_format": "torch_dist"}
     sharded: dict[str, Value] = {**common, **DISTRIBUTED, **RESHARDABLE}
     outcomes = run_steps(

@@ -6,7 +6,6 @@ pytest -m slow tests/slow/test_torchrun.py
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,19 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from harness import (
-    PRETRAIN_GPT,
-    RunResult,
-    Value,
-    gpt_args,
-    read_scalars,
-    run_torchrun,
-    wait_for_iteration,
-)
-from resume_jobs import ASYNC, COMMON_FLAGS
-from test_faults import _UNREADABLE, killed, poisoned
+from tests.support.gpt import ASYNC, PRETRAIN_GPT, Value, gpt_args
+from tests.support.output import RunResult, read_scalars
+from tests.support.preludes import UNREADABLE, killed, poisoned
+from tests.support.steps import COMMON_FLAGS, tracked
+from tests.support.torchrun import run_torchrun, wait_for_iteration
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -35,7 +26,7 @@ ITERATIONS = 400
 PASS_ON = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2")
 PLUGIN = ("-m", "megatron_async", "--cpu")
 
-# As _UNREADABLE, in a worker, which reads ahead and does not know the iteration.
+# As UNREADABLE, in a worker, which reads ahead and does not know the iteration.
 _UNREADABLE_IN_WORKER = """
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training import get_args
@@ -66,10 +57,6 @@ def flags(folder: Path, **more: Value) -> list[str]:
         **more,
     }
     return gpt_args(**found)
-
-
-def tracked(folder: Path) -> int:
-    return int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -112,9 +99,10 @@ def test_a_signal_stops_a_run_that_goes_on_to_the_last_digit(
         during=send(signal.Signals[name], to_ranks=to_ranks),
     )
     assert result.returncode == (0 if to_ranks else 1), result.describe()
+    assert result.crashed == [], result.describe()
     done = result.iterations[-1].number
     assert 3 <= done < 38
-    assert tracked(tmp_path) == done
+    assert tracked(tmp_path / "checkpoints") == done
     assert losses(tmp_path) == {i: uninterrupted[i] for i in range(1, done + 1)}
     resumed = flags(tmp_path, **ASYNC, load=tmp_path / "checkpoints", exit_interval=40)
     run_torchrun(2, resumed, launcher="plugin")
@@ -126,14 +114,16 @@ def test_exit_codes_are_those_of_megatron(tmp_path: Path, to_ranks: bool) -> Non
     codes = {}
     for kind, launcher in (("plain", "plain"), ("asynchronous", "plugin")):
         more = ASYNC if kind == "asynchronous" else {}
-        codes[kind] = run_torchrun(
+        result = run_torchrun(
             2,
             flags(tmp_path / kind, **more, exit_signal_handler=True),
             launcher=launcher,
             check=False,
             during=send(signal.SIGTERM, to_ranks=to_ranks),
-        ).returncode
-        assert tracked(tmp_path / kind) >= 3
+        )
+        codes[kind] = result.returncode
+        assert result.crashed == [], result.describe()
+        assert tracked(tmp_path / kind / "checkpoints") >= 3
     assert codes["asynchronous"] == codes["plain"] is not None
 
 
@@ -191,7 +181,7 @@ def test_torchrun_kills_ranks_that_need_longer_than_its_time_out(tmp_path: Path)
     )
     assert result.returncode == 1
     assert "forcefully exiting via" in result.launcher_output
-    assert tracked(tmp_path) == 2
+    assert tracked(tmp_path / "checkpoints") == 2
 
 
 def fail(
@@ -203,7 +193,7 @@ def fail(
     argv = flags(tmp_path, **ASYNC, save_interval=3, exit_signal_handler=handled)
     result = run_torchrun(2, [*argv, *more], launcher="plugin", script=script, check=False)
     assert result.returncode == 1, result.describe()
-    assert tracked(tmp_path) == 3
+    assert tracked(tmp_path / "checkpoints") == 3
     resumed = flags(tmp_path, **ASYNC, load=tmp_path / "checkpoints", exit_interval=6)
     run_torchrun(2, resumed, launcher="plugin")
     return result
@@ -222,6 +212,6 @@ def test_a_gradient_that_is_not_a_number_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_data_loader_that_raises_ends_the_job(tmp_path: Path, workers: str) -> None:
-    prelude = _UNREADABLE if workers == "0" else _UNREADABLE_IN_WORKER
+    prelude = UNREADABLE if workers == "0" else _UNREADABLE_IN_WORKER
     result = fail(tmp_path, prelude, more=("--num-workers", workers))
     assert "OSError: the file system went away" in result.ranks[0].stderr

@@ -1,0 +1,127 @@
+"""What a job computes, with all its digits; in the process of a rank."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Records a job on one rank.
+
+    ``rank<R>.json`` has:
+
+    - ``losses``: of each iteration, what ``train_step`` returned; on the last stage only.
+    - ``reported``: of each iteration, the gradient norm that ``train_step`` returned or null.
+    - ``norms``, ``zeros``: of each update of an asynchronous schedule, its iteration (0 is the
+      first) and its gradient norm, or the number of zeros in the gradient.
+    - ``validation``: [number of iterations done, loss] of each evaluation; on the last stage.
+
+    ``rank<R>.pt`` has what ``dump`` asks for:
+
+    - "trajectory": ``initial`` (name -> tensor) and ``steps``, a list of such, one for each step of
+      the torch optimizer, right after it. The optimizer must hold the model's own parameters.
+    - "embedding": ``embedding``, the weight that the first and the last stage share, at the end.
+    """
+
+    def __init__(self, dump: Sequence[str]) -> None:
+        self._dump = dump
+        self._model: Any = None
+        self.numbers: dict[str, list[Any]] = {
+            "losses": [],
+            "reported": [],
+            "norms": [],
+            "zeros": [],
+            "validation": [],
+        }
+        self.tensors: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Record from now on; Megatron is imported."""
+        from megatron.training import training
+
+        from megatron_async.runtime.updates import Updates
+
+        train_step, evaluate = training.train_step, training.evaluate
+        setup = training.setup_model_and_optimizer
+        made = Updates._made
+
+        def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
+            result = train_step(*args, **kwargs)
+            losses, norm = result[0], result[5]
+            if "lm loss" in losses:
+                self.numbers["losses"].append(float(losses["lm loss"]))
+            self.numbers["reported"].append(None if norm is None else float(norm))
+            return result
+
+        def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
+            result = evaluate(*args, **kwargs)
+            if result[0] and "lm loss" in result[0]:
+                done = len(self.numbers["reported"])
+                self.numbers["validation"].append([done, float(result[0]["lm loss"])])
+            return result
+
+        def recorded_setup(*args: Any, **kwargs: Any) -> Any:
+            result = setup(*args, **kwargs)
+            self._model = result[0][0]
+            if "trajectory" in self._dump:
+                self._record_trajectory()
+            return result
+
+        def recorded_made(updates: Any, update: Any) -> None:
+            made(updates, update)
+            self.numbers["norms"].append([update.iteration - 1, update.grad_norm])
+            self.numbers["zeros"].append([update.iteration - 1, update.num_zeros])
+
+        Updates._made = recorded_made  # type: ignore[method-assign, assignment]
+        training.train_step = recorded_train_step
+        training.evaluate = recorded_evaluate
+        training.setup_model_and_optimizer = recorded_setup
+
+    def _record_trajectory(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        names = {parameter: name for name, parameter in _named_parameters(self._model)}
+        self.tensors["initial"] = {name: p.detach().clone() for p, name in names.items()}
+        self.tensors["steps"] = []
+
+        def after_step(optimizer: Any, *_: Any) -> None:
+            self.tensors["steps"].append(
+                {
+                    names[p]: p.detach().clone()
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                }
+            )
+
+        # A global hook: it runs behind those that the package put on the optimizer itself.
+        register_optimizer_step_post_hook(after_step)
+
+    def write(self, directory: Path, rank: int) -> None:
+        """Write what was recorded."""
+        import torch
+
+        if "embedding" in self._dump:
+            from megatron.core.utils import get_attr_wrapped_model
+
+            chunk = get_attr_wrapped_model(self._model, "pre_process", return_model_obj=True)
+            weight = chunk.shared_embedding_or_output_weight()
+            if weight is not None:
+                self.tensors["embedding"] = weight.detach().clone()
+        if self.tensors:
+            torch.save(self.tensors, directory / f"rank{rank}.pt")
+        (directory / f"rank{rank}.json").write_text(json.dumps(self.numbers))
+
+
+def _named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters with the names that they have in a model of one stage."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    chunk = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    for name, parameter in chunk.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+        yield ".".join(parts), parameter
