@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from replay_traces import (
+from tests.support.traces import (
     by_lists,
     collective,
     drop,

@@ -1,7 +1,7 @@
 """The happens-before check: each of its rules, on traces made by hand."""
 
 import pytest
-from replay_traces import collective, drop, kernel, message, swap, trace
+from tests.support.traces import collective, drop, kernel, message, swap, trace
 
 from megatron_async.replay.races import Race, find_races
 from megatron_async.replay.trace import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import gpt_args, run_python, run_torchrun
-from replay_traces import collective, drop, kernel, message, trace, traces
+from tests.support.traces import collective, drop, kernel, message, trace, traces
 
 from megatron_async.config.validation import ArgumentError, Facts, check
 from megatron_async.replay.command import main
