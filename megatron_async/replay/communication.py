@@ -6,7 +6,9 @@ matter through which function, or which name bound early, a call is made.
 
 import contextlib
 import functools
+import itertools
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,19 +61,26 @@ class _Batch:
     group: Any = None
 
 
+class _OfThread(threading.local):
+    """What each thread has of its own."""
+
+    batch: _Batch | None = None
+    inside = False
+    """Whether a call that is recorded is being made."""
+
+
 class _Communications:
     """The communication of this process that was not waited for yet."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._next = 0
+        self._numbers = itertools.count()
         self._works: dict[int, tuple[weakref.ref[Any], int, list[torch.Tensor]]] = {}
         """By identity: the work, its number, and the tensors that the process group keeps until it
         is waited for."""
-        self._batch: _Batch | None = None
+        self._mine = _OfThread()
         self._on_host: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._device_ids = False
-        self._inside = False
 
     # Process groups
 
@@ -97,19 +106,19 @@ class _Communications:
         """Make a call of a process group, and record it."""
         recorder = self._recorder
         recorder.warn_of_other_thread()
-        if self._inside or not recorder.active:
+        if self._mine.inside or not recorder.active:
             return original(group, *args, **kwargs)
         values = [*args, *kwargs.values()]
-        self._inside = True
+        self._mine.inside = True
         try:
             with recorder.suppressed():
                 work = original(group, *args, **kwargs)
         finally:
-            self._inside = False
+            self._mine.inside = False
         if not self._on_host.get(group, False):
             for tensor in _leaves(values):
                 recorder.place_on_device(tensor)
-        batch = self._batch
+        batch = self._mine.batch
         if batch is None:
             batch = _Batch(
                 batched=kind not in ("send", "recv") or self.eager,
@@ -120,14 +129,14 @@ class _Communications:
         batch.kept += _leaves(values)
         batch.works.append(work)
         batch.group = group
-        if batch is not self._batch:
+        if batch is not self._mine.batch:
             self._launch(batch)
         return work
 
     def _launch(self, batch: _Batch) -> None:
         if not batch.operations:
             return
-        number, self._next = self._next, self._next + 1
+        number = next(self._numbers)
         on_host = self._on_host.get(batch.group, False)
         description = getattr(batch.group, "group_desc", "")
         self._recorder.add(
@@ -156,14 +165,14 @@ class _Communications:
     def together(self, *, asynchronous: bool = True) -> Iterator[_Batch]:
         """Launch the calls inside as one."""
         batch = _Batch(asynchronous=asynchronous)
-        if self._batch is not None or self._inside or not self._recorder.active:
+        if self._mine.batch is not None or self._mine.inside or not self._recorder.active:
             yield batch
             return
-        self._batch = batch
+        self._mine.batch = batch
         try:
             yield batch
         finally:
-            self._batch = None
+            self._mine.batch = None
         self._launch(batch)
 
     # Works
@@ -171,7 +180,7 @@ class _Communications:
     def wait(self, original: Any, work: Any, args: Any, kwargs: Any) -> Any:
         """Make a wait, and record it."""
         recorder = self._recorder
-        if self._inside or not recorder.active:
+        if self._mine.inside or not recorder.active:
             return original(work, *args, **kwargs)
         with recorder.suppressed():
             result = original(work, *args, **kwargs)

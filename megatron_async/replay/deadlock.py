@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 from megatron_async.replay.commands import Command, HostStop, Kind
 from megatron_async.replay.describe import describe
+from megatron_async.replay.hosts import Post
 from megatron_async.replay.rank import Rank
 from megatron_async.replay.trace import Communication
 
 __all__ = ["explain"]
 
 type _Node = tuple[int, int]
-"""(rank, number of a queue), or -1 for its host."""
+"""(rank, number of a queue), -1 for its host, -2 for the thread beside the main one."""
 _HOST = -1
+_THREAD = -2
 
 
 def explain(ranks: Sequence[Rank]) -> list[str]:
@@ -20,7 +22,7 @@ def explain(ranks: Sequence[Rank]) -> list[str]:
     lines = [
         found.line((rank.trace.rank, number))
         for rank in ranks
-        for number in (_HOST, *range(len(rank.queues)))
+        for number in (_HOST, _THREAD, *range(len(rank.queues)))
         if found.stuck(rank, number)
     ]
     circle = found.circle()
@@ -37,26 +39,33 @@ class _Explanation:
     def stuck(rank: Rank, number: int) -> bool:
         if number == _HOST:
             return rank.next_item is not None
+        if number == _THREAD:
+            return rank.thread.busy
         return bool(rank.queues[number])
 
     def line(self, node: _Node) -> str:
         rank = self.ranks[node[0]]
         who = f"rank {node[0]} (stage {rank.trace.stage})"
-        if node[1] == _HOST:
-            blocked = rank.blocked
+        if node[1] in (_HOST, _THREAD):
+            name = "the host" if node[1] == _HOST else "the host's other thread"
+            blocked = self._blocked(node)
             if blocked is None:
-                return f"{who}: the host has come to its end"
+                return f"{who}: {name} has come to its end"
             if isinstance(blocked, HostStop):
                 of = f": {self._ended(blocked.of)}" if blocked.of is not None else ""
-                return f"{who}: the host {blocked.why}{of}"
+                return f"{who}: {name} {blocked.why}{of}"
             operation = blocked.item.operations[0]
-            return f"{who}: the host waits for {operation.name} of gloo"
+            return f"{who}: {name} waits for {operation.name} of gloo"
         head = rank.queues[node[1]][0]
         behind = len(rank.queues[node[1]]) - 1
         return (
             f"{who}: queue {node[1]}, {behind} commands behind its head: "
             f"{describe(head, numbers=True)} waits: {self._ended(self._awaited(head))}"
         )
+
+    def _blocked(self, node: _Node) -> HostStop | Post | None:
+        rank = self.ranks[node[0]]
+        return rank.blocked if node[1] == _HOST else rank.thread.blocked
 
     def _awaited(self, command: Command) -> Command | None:
         """What a command at the head of a queue waits for."""
@@ -91,7 +100,7 @@ class _Explanation:
             (
                 (rank.trace.rank, number)
                 for rank in self.ranks
-                for number in (*range(len(rank.queues)), _HOST)
+                for number in (*range(len(rank.queues)), _HOST, _THREAD)
                 if self.stuck(rank, number)
             ),
             None,
@@ -105,14 +114,19 @@ class _Explanation:
 
     def _next(self, node: _Node) -> _Node | None:
         rank = self.ranks[node[0]]
-        if node[1] == _HOST:
-            blocked = rank.blocked
+        if node[1] in (_HOST, _THREAD):
+            blocked = self._blocked(node)
             if isinstance(blocked, HostStop):
-                return None if blocked.of is None else self._behind(blocked.of)
+                if blocked.of is not None:
+                    return self._behind(blocked.of)
+                return (node[0], _THREAD) if rank.thread.busy else None
             if blocked is None:
                 return None
             missing = [p for m in blocked.meetings for p in m.missing_for(blocked.rank)]
-            return (missing[0], _HOST) if missing else None
+            if not missing:
+                return None
+            busy = node[1] == _THREAD and self.ranks[missing[0]].thread.busy
+            return missing[0], _THREAD if busy else _HOST
         if not rank.queues[node[1]]:
             return None
         awaited = self._awaited(rank.queues[node[1]][0])

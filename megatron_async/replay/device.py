@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from megatron_async.replay.costs import Durations
 from megatron_async.replay.deadlock import explain
+from megatron_async.replay.hosts import Hosts
 from megatron_async.replay.nccl import Meetings
-from megatron_async.replay.rank import Hosts, Rank
+from megatron_async.replay.rank import Rank
 from megatron_async.replay.trace import Trace
 from megatron_async.schedules.simulator import Costs
 

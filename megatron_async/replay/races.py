@@ -15,10 +15,12 @@ from torch.cuda._sanitizer import StreamSynchronizations
 
 from megatron_async.replay.trace import (
     Allocate,
+    Await,
     Begin,
     Communication,
     End,
     Free,
+    HandOver,
     HostAccess,
     Item,
     Iteration,
@@ -26,6 +28,7 @@ from megatron_async.replay.trace import (
     Range,
     RecordEvent,
     Synchronize,
+    Task,
     Trace,
     UseStream,
     Wait,
@@ -37,6 +40,9 @@ __all__ = ["Place", "Race", "find_races"]
 
 _HOST = -1
 """The host among the streams."""
+_THREAD = -2
+"""The host's thread beside the main one."""
+_HOSTS = (_HOST, _THREAD)
 _FIRST_COMMUNICATOR = 1_000_000
 """Numbers of streams that are not torch's."""
 
@@ -113,7 +119,11 @@ class _Check:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.syncs = StreamSynchronizations()
-        self.syncs.create_stream(_HOST)
+        self.host = _HOST
+        """The thread that does what is looked at."""
+        for host in _HOSTS:
+            self.syncs.create_stream(host)
+        self.tasks = {item.task: item for item in trace.items if isinstance(item, Task)}
         self.storages: dict[int, _Storage] = defaultdict(_Storage)
         self.names: dict[str, int] = {}
         self.number = 0
@@ -141,6 +151,8 @@ class _Check:
                 self.syncs.record_state(item.event, self.known(item.stream))
             case WaitEvent():
                 self.syncs.stream_wait_for_event(self.known(item.stream), item.event)
+            case Synchronize() if self.host == _THREAD:
+                self.syncs.stream_wait_for_event(_THREAD, item.event)
             case Synchronize():
                 if item.event >= 0:
                     self.syncs.all_streams_wait_for_event(item.event)
@@ -148,9 +160,13 @@ class _Check:
                     self.syncs.all_streams_wait_for_stream(item.stream)
                 else:
                     self.syncs.sync_all_streams()
+            case HandOver():
+                self.hand_over(item.task)
+            case Await():
+                self.syncs.all_streams_wait_for_event(_task_event(item.task, end=True))
             case HostAccess():
-                self.enqueue(_HOST)
-                self.access(_HOST, item.name, item.where, item.reads, item.writes)
+                self.enqueue(self.host)
+                self.access(self.host, item.name, item.where, item.reads, item.writes)
             case Allocate():
                 self.storages[item.storage] = _Storage(stream=item.stream)
             case Free():
@@ -172,9 +188,21 @@ class _Check:
         """What is enqueued comes behind all that the host has done so far."""
         self.number += 1
         self.syncs.update_seq_num(stream, self.number)
-        if stream != _HOST:
+        if stream not in _HOSTS:
             host = self.syncs.current_sync_states[_HOST]
             self.syncs.current_sync_states[stream][_HOST] = host.get(_HOST, -1)
+
+    def hand_over(self, task: int) -> None:
+        """The thread's accesses are behind what the host has done, and beside what it does next."""
+        if task not in self.tasks:
+            return  # The recording ended before it.
+        self.syncs.record_state(_task_event(task, end=False), _HOST)
+        self.syncs.stream_wait_for_event(_THREAD, _task_event(task, end=False))
+        self.host = _THREAD
+        for item in self.tasks[task].items:
+            self.step(item)
+        self.host = _HOST
+        self.syncs.record_state(_task_event(task, end=True), _THREAD)
 
     def communicate(self, item: Communication) -> None:
         self.works[item.work] = item
@@ -182,7 +210,7 @@ class _Check:
             kind = "gloo" if item.on_host else "nccl"
             stream = self.named(f"{kind}:{communicator(item, self.trace.rank)}")
             before = self.event(item.work, end=False)
-            self.syncs.record_state(before, _HOST if item.on_host else self.known(item.stream))
+            self.syncs.record_state(before, self.host if item.on_host else self.known(item.stream))
             self.syncs.stream_wait_for_event(stream, before)
             self.syncs.delete_event(before)
         else:
@@ -207,7 +235,9 @@ class _Check:
             return  # launched before the first iteration
         self.waited.add(item.work)
         event = self.event(item.work, end=True)
-        if of.on_host:
+        if of.on_host and self.host == _THREAD:
+            self.syncs.stream_wait_for_event(_THREAD, event)
+        elif of.on_host:
             self.syncs.all_streams_wait_for_event(event)
         else:
             self.syncs.stream_wait_for_event(self.known(item.stream), event)
@@ -270,7 +300,7 @@ class _Check:
         if storage is None:
             return
         for other, accesses in storage.accesses.items():
-            if other == storage.stream or other == _HOST or other in storage.used_by:
+            if other == storage.stream or other in _HOSTS or other in storage.used_by:
                 continue
             for access in accesses.values():
                 kept = access.protected or (access.work >= 0 and access.work not in self.waited)
@@ -296,11 +326,16 @@ class _Check:
         )
 
     def name_of(self, stream: int) -> str:
-        if stream == _HOST:
-            return "the host"
+        if stream in _HOSTS:
+            return "the host" if stream == _HOST else "another thread of the host"
         if stream < _FIRST_COMMUNICATOR:
             return f"stream {stream}"
         return next(name for name, number in self.names.items() if number == stream)
+
+
+def _task_event(task: int, *, end: bool) -> int:
+    """Numbers that are those of no event and no work."""
+    return -(1 << 40) - (2 * task + (1 if end else 0))
 
 
 def _describe(action: Begin | None) -> str:

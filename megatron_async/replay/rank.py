@@ -7,11 +7,14 @@ from collections import deque
 
 from megatron_async.replay.commands import Bound, Command, HostStop, Kind
 from megatron_async.replay.costs import Durations
-from megatron_async.replay.nccl import Meetings, Participant
+from megatron_async.replay.hosts import Hosts, HostThread, Post, reason
+from megatron_async.replay.nccl import Meetings
 from megatron_async.replay.trace import (
+    Await,
     Begin,
     Communication,
     End,
+    HandOver,
     Item,
     Iteration,
     Kernel,
@@ -23,30 +26,7 @@ from megatron_async.replay.trace import (
     communicator,
 )
 
-__all__ = ["Hosts", "Post", "Rank"]
-
-
-class Post(Participant):
-    """A request of gloo that a host has made."""
-
-    __slots__ = ("item",)
-
-    def __init__(self, item: Communication, rank: int, now: float) -> None:
-        super().__init__(rank, start=now)
-        self.item = item
-
-
-class Hosts:
-    """Requests of gloo, between the hosts: when each host has posted its part."""
-
-    def __init__(self, latency: float) -> None:
-        self.posts = Meetings(latency)
-
-    def post(self, item: Communication, rank: int, now: float) -> Post:
-        post = Post(item, rank, now)
-        post.meetings = self.posts.register(item, rank, f"gloo:{item.group}")
-        self.posts.start(post)
-        return post
+__all__ = ["Rank"]
 
 
 class Rank:
@@ -55,6 +35,7 @@ class Rank:
     Attributes:
         commands: all that were enqueued, in the host's order.
         blocked: what keeps the host from its next item, if something does.
+        thread: of the host, beside the main one.
     """
 
     def __init__(
@@ -92,6 +73,7 @@ class Rank:
         self._last_on: dict[str, Command] = {}
         """Of each communicator."""
         self._events: dict[int, Command] = {}
+        self.thread = HostThread(trace, hosts, self._events)
         self._works: dict[int, Command | Post] = {}
         self._in_flight: deque[Command] = deque()
         for stream in trace.streams:
@@ -103,6 +85,7 @@ class Rank:
         return (
             self._position == len(self.trace.items)
             and not any(self.queues)
+            and not self.thread.busy
             and all(last.end is not None for last in self._last_kernel.values())
         )
 
@@ -121,6 +104,7 @@ class Rank:
         ):
             self._position += 1
             moved = True
+        moved |= self.thread.advance()
         for number in range(len(self.queues)):
             moved |= self._issue(number)
         return moved
@@ -148,6 +132,10 @@ class Rank:
                     self._enqueue(Kind.WAIT, str(item.stream), item, event=event)
             case Synchronize():
                 return self._synchronize(item)
+            case HandOver():
+                self.thread.hand_over(item.task, self.host_time)
+            case Await():
+                return self._await(item)
             case Begin():
                 self.action = item
             case End():
@@ -213,12 +201,12 @@ class Rank:
             ]
         for command in waited:
             if command.end is None:
-                self.blocked = HostStop(_reason(item), command)
+                self.blocked = HostStop(reason(item), command)
                 return False
         self.blocked = None
         for command in waited:
             assert command.end is not None
-            self._stop_until(command.end, _reason(item), command)
+            self._stop_until(command.end, reason(item), command)
         return True
 
     def _wait_for_host(self, post: Post) -> bool:
@@ -227,6 +215,17 @@ class Rank:
             return False
         self.blocked = None
         self._stop_until(post.end, f"waits for {post.item.operations[0].name} of gloo", None)
+        return True
+
+    def _await(self, item: Await) -> bool:
+        where = f" in {item.where.rpartition(':')[2]}" if item.where else ""
+        why = f"waits for another thread{where}"
+        end = self.thread.ended.get(item.task)
+        if end is None:
+            self.blocked = HostStop(why)
+            return False
+        self.blocked = None
+        self._stop_until(end, why, None)
         return True
 
     def _stop_until(self, time: float, why: str, command: Command | None) -> None:
@@ -318,8 +317,3 @@ class Rank:
                 assert event.start is not None
                 event.end = max(event.start, each.end)
         return True
-
-
-def _reason(item: Synchronize) -> str:
-    where = f" in {item.where.rpartition(':')[2]}" if item.where else ""
-    return f"waits ({item.why}){where}"

@@ -20,6 +20,7 @@ from megatron_async.replay.communication import communication_rows
 from megatron_async.replay.kernels import KernelMode, kernel_rows
 from megatron_async.replay.recorder import Recorder
 from megatron_async.replay.streams import stream_rows
+from megatron_async.replay.tasks import record_exchanges
 from megatron_async.replay.trace import Begin, End
 
 __all__ = ["FLAG", "directory_in", "install", "mark_actions", "recording_rows"]
@@ -78,6 +79,7 @@ def mark_actions(recorder: Recorder) -> None:
                 self._handlers[action.kind](action)
 
     Interpreter._perform = perform  # type: ignore[method-assign]
+    record_exchanges(recorder)
 
 
 class _Marks:

@@ -1,6 +1,7 @@
 """What the parts of the recording share: the file, the current stream, the storages.
 
-Only the main thread is recorded: the order in which several threads enqueue is not the program's.
+The main thread is recorded, and of others the tasks that it leaves to them (:mod:`.tasks`): the
+order in which several threads enqueue is not the program's.
 Items are written from the first training iteration to the last; what comes before is set-up, of
 which only the order of the streams' first use is kept.
 """
@@ -26,6 +27,7 @@ from megatron_async.replay.trace import (
     Item,
     Iteration,
     Kernel,
+    Task,
     Trace,
     communicator,
     encode,
@@ -39,6 +41,16 @@ _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 """Where functions are defined that are not named as the place of an item."""
 
 
+class _OfThread(threading.local):
+    """What each thread has of its own."""
+
+    suppressed = 0
+    stream = 0
+    making_on_device = False
+    task: list[Item] | None = None
+    """What the task has done so far that the thread is at."""
+
+
 class Recorder:
     """The trace of this process.
 
@@ -50,19 +62,17 @@ class Recorder:
 
     def __init__(self, directory: Path, *, rank: int, world: int) -> None:
         self.rank = rank
-        self.stream = 0
-        """Number of the current stream."""
         self.memory = Memory(self._freed)
-        self.making_on_device = False
-        """Whether what is made without an input is made on the device."""
+        self._mine = _OfThread()
         self._directory = directory
         self._world = world
-        self._suppressed = 0
         self._file: TextIO | None = None
         self._streams: dict[str, None] = {}
         """Those in use so far, in the order of their first use."""
         self._pending: deque[int] = deque()
         """Storages that were freed since the last item; any thread appends."""
+        self._tasks: deque[Task] = deque()
+        """Those that have ended since the last item."""
         self._last_event = self._last_stream = 0
         self._places: dict[CodeType, str | None] = {}
         self._thread = threading.main_thread()
@@ -71,27 +81,56 @@ class Recorder:
         os.register_at_fork(after_in_child=self._forget)
 
     @property
+    def stream(self) -> int:
+        """Number of the current stream."""
+        return self._mine.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._mine.stream = number
+
+    @property
+    def making_on_device(self) -> bool:
+        """Whether what is made without an input is made on the device."""
+        return self._mine.making_on_device
+
+    @property
     def active(self) -> bool:
         """Whether what happens now is to be recorded."""
-        return not self._suppressed and threading.current_thread() is self._thread
+        return not self._mine.suppressed and self._recorded_thread
+
+    @property
+    def _recorded_thread(self) -> bool:
+        return threading.current_thread() is self._thread or self._mine.task is not None
 
     @contextlib.contextmanager
     def suppressed(self) -> Iterator[None]:
         """Record nothing inside: it stands for one item, or for nothing on a GPU."""
-        self._suppressed += 1
+        self._mine.suppressed += 1
         try:
             yield
         finally:
-            self._suppressed -= 1
+            self._mine.suppressed -= 1
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """What is made inside is made on the device."""
-        before, self.making_on_device = self.making_on_device, True
+        before, self._mine.making_on_device = self._mine.making_on_device, True
         try:
             yield
         finally:
-            self.making_on_device = before
+            self._mine.making_on_device = before
+
+    @contextlib.contextmanager
+    def task(self, number: int) -> Iterator[None]:
+        """Inside, this thread does a task that the main thread has left to it."""
+        items: list[Item] = []
+        self._mine.task = items
+        try:
+            yield
+        finally:
+            self._mine.task = None
+            self._tasks.append(Task(task=number, items=tuple(items)))  # type: ignore[arg-type]
 
     def next_event(self) -> int:
         """Return a number for a recording of an event."""
@@ -107,20 +146,24 @@ class Recorder:
         """Write an item, unless nothing is to be recorded."""
         if not self.active or self._ended:
             return
+        if self._mine.task is not None:
+            self._mine.task.append(item)
+            return
         if self._file is None:
             if isinstance(item, Kernel | Communication):
                 self._note_streams(item)
             return
+        self._write_tasks()
         while self._pending:
             self._write(encode(Free(storage=self._pending.popleft())))
         self._write(encode(item))
 
     def warn_of_other_thread(self) -> None:
         """Say once that a communication of another thread is missing from the trace."""
-        if not self._warned and threading.current_thread() is not self._thread:
+        if not self._warned and not self._recorded_thread:
             self._warned = True
             print(
-                "megatron_async: --log-enqueues records the main thread alone; communication of "
+                "megatron_async: --log-enqueues does not record all threads; communication of "
                 f"{threading.current_thread().name} is missing",
                 file=sys.stderr,
                 flush=True,
@@ -158,12 +201,17 @@ class Recorder:
         """Close the file; nothing is written any more."""
         self._ended = True
         if self._file is not None:
+            self._write_tasks()
             self._file.close()
             self._file = None
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def _write_tasks(self) -> None:
+        while self._tasks:
+            self._write(encode(self._tasks.popleft()))
 
     def _freed(self, storage: Storage) -> None:
         if storage.on_device and self._file is not None:

@@ -16,10 +16,12 @@ from typing import Any
 
 __all__ = [
     "Allocate",
+    "Await",
     "Begin",
     "Communication",
     "End",
     "Free",
+    "HandOver",
     "HostAccess",
     "Item",
     "Iteration",
@@ -28,6 +30,7 @@ __all__ = [
     "Range",
     "RecordEvent",
     "Synchronize",
+    "Task",
     "Trace",
     "TraceError",
     "UseStream",
@@ -177,6 +180,21 @@ class HostAccess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    """The host leaves a task to another thread, which does its tasks in turn."""
+
+    task: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Await:
+    """The host waits for the end of a task that it left to another thread."""
+
+    task: int
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
     """An action of the schedule's lists begins; it lasts up to the next :class:`End`."""
 
@@ -198,6 +216,17 @@ class Iteration:
     number: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What another thread of the host did between a :class:`HandOver` and its end.
+
+    Where it stands in the trace says nothing about the time.
+    """
+
+    task: int
+    items: tuple[Communication | Wait | Synchronize | HostAccess, ...]
+
+
 type Item = (
     Kernel
     | Communication
@@ -209,6 +238,9 @@ type Item = (
     | Free
     | UseStream
     | HostAccess
+    | HandOver
+    | Task
+    | Await
     | Begin
     | End
     | Iteration
@@ -225,6 +257,9 @@ _KINDS: dict[str, type[Any]] = {
     "free": Free,
     "use_stream": UseStream,
     "host_access": HostAccess,
+    "hand_over": HandOver,
+    "task": Task,
+    "await": Await,
     "begin": Begin,
     "end": End,
     "iteration": Iteration,
@@ -278,7 +313,7 @@ def encode(item: Item | Operation) -> dict[str, Any]:
         value = getattr(item, field.name)
         if value == field.default and field.default is not MISSING:
             continue
-        if field.name == "operations":
+        if field.name in ("operations", "items"):
             value = [encode(each) for each in value]
         record[field.name] = value
     return record
@@ -297,6 +332,8 @@ def decode(record: dict[str, Any]) -> Item:
         record["operations"] = tuple(
             Operation(**_with_tuples(each)) for each in record["operations"]
         )
+    if kind is Task:
+        record["items"] = tuple(map(decode, record["items"]))
     item: Item = kind(**_with_tuples(record))
     return item
 

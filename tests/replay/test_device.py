@@ -4,18 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.support.traces import (
-    by_lists,
-    collective,
-    drop,
-    exchange_on_host,
-    exchange_on_one_communicator,
-    kernel,
-    message,
-    swap,
-    trace,
-    traces,
-)
 
 from megatron_async.replay.commands import Command, Kind
 from megatron_async.replay.device import Device, DeviceDeadlock, run
@@ -36,6 +24,18 @@ from megatron_async.replay.trace import (
 from megatron_async.schedules import SCHEDULES
 from megatron_async.schedules.schedule import Pipeline, action_lists
 from megatron_async.schedules.simulator import Costs, simulate
+from tests.support.traces import (
+    by_lists,
+    collective,
+    drop,
+    exchange_on_host,
+    exchange_on_one_communicator,
+    kernel,
+    message,
+    swap,
+    trace,
+    traces,
+)
 
 NOTHING = Costs(forward=0.0, backward=0.0)
 ONE = Costs(forward=1.0, backward=2.0)
@@ -273,7 +273,10 @@ def test_a_communicator_has_a_stream_that_waits_for_the_current_one_and_is_waite
 
 
 def test_a_synchronous_collective_runs_on_the_current_stream() -> None:
-    ours = [collective("all_reduce", (0, 1), work=0, asynchronous=False), kernel("behind")]
+    ours: list[Item] = [
+        collective("all_reduce", (0, 1), work=0, asynchronous=False),
+        kernel("behind"),
+    ]
     device = run(traces(ours, [*late(2), collective("all_reduce", (0, 1), work=0)]), ONE)
     assert only(device, "all_reduce").stream == "0"
     assert only(device, "behind").start == 2

@@ -1,7 +1,6 @@
 """The happens-before check: each of its rules, on traces made by hand."""
 
 import pytest
-from tests.support.traces import collective, drop, kernel, message, swap, trace
 
 from megatron_async.replay.races import Race, find_races
 from megatron_async.replay.trace import (
@@ -20,6 +19,7 @@ from megatron_async.replay.trace import (
     Wait,
     WaitEvent,
 )
+from tests.support.traces import collective, drop, kernel, message, swap, trace
 
 A, B = 7, 8
 """Storages."""

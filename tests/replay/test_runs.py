@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import gpt_args, run_python, run_torchrun
-from tests.support.traces import collective, drop, kernel, message, trace, traces
 
 from megatron_async.config.validation import ArgumentError, Facts, check
 from megatron_async.replay.command import main
@@ -41,6 +39,9 @@ from megatron_async.replay.trace import (
 from megatron_async.schedules import SCHEDULES
 from megatron_async.schedules.schedule import Pipeline, action_lists
 from megatron_async.schedules.simulator import Costs, simulate
+from tests.support.gpt import gpt_args
+from tests.support.torchrun import run_python, run_torchrun
+from tests.support.traces import collective, drop, kernel, message, trace, traces
 
 STAGES, REPLICAS, MICROBATCHES, ITERATIONS = 2, 2, 4, 6
 

@@ -6,22 +6,19 @@ pytest -m slow tests/slow/test_replayed_runs.py
 import atexit
 import functools
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from harness import gpt_args, run_torchrun
-
 from megatron_async.replay.device import DeviceDeadlock, run
 from megatron_async.replay.races import find_races
 from megatron_async.replay.steady import SteadyState, steady_state
 from megatron_async.replay.trace import Trace, read_all
 from megatron_async.schedules.simulator import Costs
+from tests.support.gpt import gpt_args
+from tests.support.torchrun import run_torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

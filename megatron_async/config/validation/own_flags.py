@@ -206,6 +206,16 @@ RULES: Final[tuple[Rule, ...]] = (
         name="second_grad_buffer_local_accumulation",
     ),
     rule(
+        "--second-grad-buffer",
+        "--ddp-reduce-scatter-with-fp32-accumulation finishes one reduction when the next one "
+        "starts, and the two buffers' are in flight at once",
+        "Drop either.",
+        when=lambda s: (
+            s.config.second_grad_buffer and bool(s.get("ddp_reduce_scatter_with_fp32_accumulation"))
+        ),
+        name="second_grad_buffer_fp32_accumulation",
+    ),
+    rule(
         "--log-enqueues",
         "what a GPU is given is recorded on CPU ranks; a GPU has profilers of its own",
         "Add --cpu, or drop it.",
