@@ -434,8 +434,8 @@ def test_a_reduce_and_a_broadcast_on_one_communicator_hold_one_queue_up(
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_launch_ahead_of_the_send_deadlocks_with_one_queue(stages: int) -> None:
     actions = lists("pipedream-2bw", stages, 8, reduce_late=True)
-    launch_first = by_lists(actions, exchange_on_one_communicator)
-    send_first = by_lists(actions, exchange_on_one_communicator, send_first=True)
+    launch_first = by_lists(actions, exchange_on_one_communicator, launch_first=True)
+    send_first = by_lists(actions, exchange_on_one_communicator)
     if stages == 2:  # The reduce of the only other stage waits for nobody.
         assert iteration(launch_first) == pytest.approx(24)
     else:

@@ -213,20 +213,20 @@ def by_lists(
     lists: Sequence[Sequence[Action]],
     exchange: Update = exchange_on_host,
     *,
-    send_first: bool = False,
+    launch_first: bool = False,
 ) -> list[Trace]:
     """Make the traces of all stages, with two kernels for each computation.
 
     Args:
         lists: of the stages.
         exchange: how a deferred update crosses stages.
-        send_first: enqueue a launch behind the communication that follows it.
+        launch_first: enqueue a launch ahead of the communication that it follows.
     """
     found: list[Trace] = []
     for stage, actions in enumerate(lists):
         to = _Enqueuer(stage, len(lists))
-        if send_first:
-            actions = _sends_first(actions)
+        if launch_first:
+            actions = _launches_first(actions)
         batch = -1
         for action in actions:
             if action.kind is Kind.BACKWARD and action.batch != batch:
@@ -248,12 +248,10 @@ def by_lists(
     return found
 
 
-def _sends_first(actions: Sequence[Action]) -> list[Action]:
+def _launches_first(actions: Sequence[Action]) -> list[Action]:
     found = list(actions)
-    for i in range(len(found) - 2):
-        if found[i].kind is Kind.LAUNCH_UPDATE and found[i + 1].kind in (
-            Kind.SEND_BACKWARD_RECV_FORWARD,
-            Kind.SEND_BACKWARD,
-        ):
-            found[i], found[i + 1] = found[i + 1], found[i]
+    for i, action in enumerate(actions):
+        sends = (Kind.SEND_BACKWARD_RECV_FORWARD, Kind.SEND_BACKWARD)
+        if action.kind in sends and actions[i + 1].kind is Kind.FINISH_REDUCTION:
+            found[i : i + 3] = [*actions[i + 1 : i + 3], action]
     return found
