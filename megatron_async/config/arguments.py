@@ -121,6 +121,14 @@ def _own_flags() -> tuple[Flag, ...]:
             help="Keep a second full-size gradient buffer, so that the data-parallel reduction of "
             "a batch runs wholly under the next batch. Costs 4 bytes per parameter in fp32.",
         ),
+        Flag(
+            name="--ddp-bucket-all-stages",
+            switch=True,
+            default=False,
+            help="With --overlap-grad-reduce: reduce gradients bucket by bucket on every pipeline "
+            "stage. Megatron does so on the first one alone, and on the others reduces all at the "
+            "end, where a synchronous schedule has a bubble and an asynchronous one has none.",
+        ),
     )
 
 

@@ -38,6 +38,7 @@ class AsyncConfig:
     log_fingerprints: str | None = None
     log_enqueues: str | None = None
     second_grad_buffer: bool = False
+    bucket_all_stages: bool = False
     extra_warmup: int = 0
 
     @classmethod
@@ -62,6 +63,7 @@ class AsyncConfig:
             log_fingerprints=values["log_fingerprints"],
             log_enqueues=values["log_enqueues"],
             second_grad_buffer=values["second_grad_buffer"],
+            bucket_all_stages=values["ddp_bucket_all_stages"],
             extra_warmup=values["pipeline_extra_warmup"],
         )
 

@@ -3,13 +3,36 @@
 Source: megatron/core/distributed/distributed_data_parallel.py and param_and_grad_buffer.py.
 """
 
+import copy
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-__all__ = ["bucket_groups", "ddp_buffers", "start_param_gathers"]
+__all__ = ["as_first_stage", "bucket_groups", "ddp_buffers", "start_param_gathers"]
+
+
+class _FirstStage:
+    """A pipeline's process group, of which each rank is told that it is the first."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def rank(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def as_first_stage(pg_collection: Any) -> Any:
+    """Return process groups with which ``DistributedDataParallel`` makes buckets as on the first
+    stage; on the others it has one bucket for all parameters. It asks the pipeline's group for
+    nothing but the rank."""
+    groups = copy.copy(pg_collection)
+    groups.pp = _FirstStage(pg_collection.pp)
+    return groups
 
 
 def ddp_buffers(model_chunk: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_async.cpu_backend.torch_rows import FACTORIES, TENSOR_FACTORIES, names_cuda
 from megatron_async.megatron.replaced import Replacement
+from megatron_async.replay.memory import address
 from megatron_async.replay.recorder import Recorder
 from megatron_async.replay.trace import HostAccess, Kernel, Range, Synchronize
 
@@ -58,7 +59,8 @@ class _Schema:
 
 @functools.cache
 def _schema(function: Any) -> _Schema:
-    schema = function._schema
+    name, _, overload = function.name().partition(".")
+    schema = torch._C._get_schema(name, overload)
     shape_only = bool(_FROM_METADATA.match(schema.name))
     return _Schema(
         name=schema.name,
@@ -134,7 +136,7 @@ class KernelMode(TorchDispatchMode):
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             copy(recorder, target=args[0], source=args[1], non_blocking=non_blocking)
             return result
-        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        storages = {address(tensor) for tensor in given}
         # What the arguments cover, before resize_ and the like change it.
         reads = ranges(recorder, read)
         writes = ranges(recorder, written)
@@ -143,7 +145,7 @@ class KernelMode(TorchDispatchMode):
             tensor
             for tensor in _tensors(result)
             if tensor.device.type == "cpu"  # not on the meta device
-            and tensor.untyped_storage()._cdata not in storages
+            and address(tensor) not in storages
         ]
         for tensor in made:
             recorder.place_on_device(tensor)
@@ -238,7 +240,7 @@ def _moved(recorder: Recorder, source: torch.Tensor, result: Any, non_blocking: 
     memory of its own."""
     to_device = not recorder.memory.on_device(source)
     with recorder.suppressed():
-        if result.untyped_storage()._cdata == source.untyped_storage()._cdata:
+        if address(result) == address(source):
             result = result.clone()
     if to_device:
         recorder.place_on_device(result)

@@ -15,7 +15,20 @@ import torch
 
 from megatron_async.replay.trace import Range
 
-__all__ = ["Memory", "Storage", "span"]
+__all__ = ["Memory", "Storage", "address", "span"]
+
+
+_ADDRESS: Any = torch.UntypedStorage._cdata
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of PyTorch's object of a tensor's storage.
+
+    Raises:
+        NotImplementedError, RuntimeError: it has none.
+    """
+    found: int = _ADDRESS.__get__(tensor.untyped_storage())
+    return found
 
 
 @dataclass(slots=True)
@@ -48,24 +61,24 @@ class Memory:
         """Return what is known of a tensor's storage; None of one that was never registered, or of
         a tensor that has none."""
         try:
-            return self._known.get(tensor.untyped_storage()._cdata)
+            return self._known.get(address(tensor))
         except (NotImplementedError, RuntimeError):
             return None
 
     def register(self, tensor: torch.Tensor) -> Storage:
         """Return the record of a tensor's storage, made if there is none."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        found = self._known.get(address)
+        at = address(tensor)
+        found = self._known.get(at)
         if found is None:
-            found = self._known[address] = Storage(self._next)
+            found = self._known[at] = Storage(self._next)
             self._next += 1
-            weakref.finalize(storage, self._forget, address, found).atexit = False
+            weakref.finalize(storage, self._forget, at, found).atexit = False
         return found
 
-    def _forget(self, address: int, storage: Storage) -> None:
-        if self._known.get(address) is storage:
-            del self._known[address]
+    def _forget(self, at: int, storage: Storage) -> None:
+        if self._known.get(at) is storage:
+            del self._known[at]
         self._freed(storage)
 
     def on_device(self, tensor: torch.Tensor) -> bool:

@@ -181,7 +181,8 @@ class _Check:
                 self.iteration = item.number
 
     def known(self, stream: int) -> int:
-        self.syncs._ensure_stream_exists(stream)
+        if stream not in self.syncs.current_sync_states:
+            self.syncs.create_stream(stream)
         return stream
 
     def enqueue(self, stream: int) -> None:

@@ -39,11 +39,9 @@ from megatron_async.replay.trace import (
 from megatron_async.schedules import SCHEDULES
 from megatron_async.schedules.schedule import Pipeline, action_lists
 from megatron_async.schedules.simulator import Costs, simulate
-from tests.support.gpt import gpt_args
-from tests.support.torchrun import run_python, run_torchrun
+from tests.replay.recorded import ITERATIONS, MICROBATCHES, REPLICAS, STAGES
+from tests.support.torchrun import run_python
 from tests.support.traces import collective, drop, kernel, message, trace, traces
-
-STAGES, REPLICAS, MICROBATCHES, ITERATIONS = 2, 2, 4, 6
 
 # ------------------------------------------------------------------------------------- one process
 
@@ -235,36 +233,6 @@ def test_memory_is_freed_with_its_last_view() -> None:
 # ----------------------------------------------------------------------------------------- a run
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
-    """PP 2 x DP 2, tied, distributed optimizer with both overlaps, several buckets."""
-    directory = tmp_path_factory.mktemp("enqueues")
-    run_torchrun(
-        STAGES * REPLICAS,
-        gpt_args(
-            pipeline_model_parallel_size=STAGES,
-            num_layers=4,
-            hidden_size=16,
-            num_attention_heads=2,
-            seq_length=16,
-            max_position_embeddings=16,
-            vocab_size=64,
-            make_vocab_size_divisible_by=64,
-            micro_batch_size=1,
-            global_batch_size=MICROBATCHES * REPLICAS,
-            train_iters=ITERATIONS,
-            pipeline_schedule="pipedream-2bw",
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=True,
-            overlap_param_gather=True,
-            ddp_bucket_size=3000,
-            log_enqueues=directory,
-        ),
-        launcher="plugin",
-    )
-    return read_all(directory)
-
-
 def actions(stage: int) -> list[tuple[str, int, int]]:
     """What the lists of the run have."""
     pipeline = Pipeline(stages=STAGES, gather_ahead=True, replicas=REPLICAS)
@@ -348,9 +316,7 @@ def test_the_replayed_run_takes_what_the_list_simulation_takes(
 
 def test_host_waits_and_launches_are_counted(recorded: list[Trace]) -> None:
     waits = {(each.stage, each.text): each.number for each in host_waits(recorded)}
-    # Megatron checks the loss of each microbatch twice on the last stage.
-    checks = waits[STAGES - 1, "item in RerunStateMachine.validate_result"]
-    assert checks >= 2 * MICROBATCHES
+    assert waits[STAGES - 1, "item in training_log"] == 1  # the loss of the log line
     counted = {(each.stage, each.text): each.number for each in launches(recorded)}
     assert counted[0, "backward"] > counted[0, "forward"] > counted[0, "complete_update"] > 0
 

@@ -128,6 +128,7 @@ RULES: Final[tuple[Rule, ...]] = (
             ("--deferred-update", None),
             ("--grad-norm-scope", "global"),
             ("--second-grad-buffer", False),
+            ("--ddp-bucket-all-stages", False),
             ("--pipeline-extra-warmup", 0),
         )
     ),
@@ -214,6 +215,13 @@ RULES: Final[tuple[Rule, ...]] = (
             s.config.second_grad_buffer and bool(s.get("ddp_reduce_scatter_with_fp32_accumulation"))
         ),
         name="second_grad_buffer_fp32_accumulation",
+    ),
+    rule(
+        "--ddp-bucket-all-stages",
+        "without it each stage reduces its gradients at once, after the last backward",
+        "Add --overlap-grad-reduce, or drop it.",
+        when=lambda s: s.config.bucket_all_stages and not s.get("overlap_grad_reduce"),
+        name="bucket_all_stages_overlap",
     ),
     rule(
         "--log-enqueues",
