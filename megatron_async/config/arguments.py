@@ -127,7 +127,8 @@ def _own_flags() -> tuple[Flag, ...]:
             default=False,
             help="With --overlap-grad-reduce: reduce gradients bucket by bucket on every pipeline "
             "stage. Megatron does so on the first one alone, and on the others reduces all at the "
-            "end, where a synchronous schedule has a bubble and an asynchronous one has none.",
+            "end, where a synchronous schedule has a bubble and an asynchronous one has none. "
+            "Slower with CUDA_DEVICE_MAX_CONNECTIONS=1, see docs/gpu.md.",
         ),
     )
 
