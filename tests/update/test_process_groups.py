@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_async.megatron import groups
@@ -35,17 +36,20 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(process_groups.torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     return found
 
 
 def test_a_group_of_megatrons_is_shared(made: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     megatrons = Group([0, 1])
     monkeypatch.setattr(process_groups, "ordered_group", lambda ranks: megatrons)
-    assert shared_or_new_groups([(0, 1), (0, 1), (0,)]) == [megatrons, megatrons, None]
+    shared: list[Any] = [megatrons, megatrons, None]
+    assert shared_or_new_groups([(0, 1), (0, 1), (0,)]) == shared
     assert made == []
     monkeypatch.setattr(process_groups, "ordered_group", lambda ranks: None)
-    assert shared_or_new_groups([(0, 1)]) == made != []
+    own: list[Any] = made
+    assert shared_or_new_groups([(0, 1)]) == own
+    assert own
 
 
 def test_kernels_that_may_spin_for_long_take_few_blocks(
@@ -62,7 +66,7 @@ def test_kernels_that_may_spin_for_long_take_few_blocks(
         pass
 
     ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
-    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
     monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
     new_groups([(0, 1)], few_blocks=True)
     new_groups([(0, 1)])
