@@ -127,7 +127,7 @@ class Updates:
             self.reports = [report]
             stagewise = report.stagewise
             if self._moe is not None and stagewise is not None and len(stagewise) == self._moe.size:
-                self._moe.set_totals(stagewise)
+                self._moe.resume(stagewise)
 
     def settle(self, finish_reduction: Callable[[int], None]) -> None:
         """Do all that is pending: the newest version is then that of the last batch, complete.
