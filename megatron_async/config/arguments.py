@@ -28,7 +28,8 @@ def _correction_help() -> str:
     parts = [f"'{each.name}' {each.summary}" for each in CORRECTIONS]
     return (
         f"Correction of the update for the delay of its gradient. {'; '.join(parts)}. Each keeps "
-        f"one buffer of the main parameters' size. One of: {', '.join(CORRECTIONS.names)}."
+        f"one buffer of the main parameters' size, or two with an adaptive strength. One of: "
+        f"{', '.join(CORRECTIONS.names)}."
     )
 
 

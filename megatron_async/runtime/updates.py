@@ -89,11 +89,6 @@ class Updates:
             Kind.FINISH_GATHER: self._finish_gather,
         }
 
-    @property
-    def unlaunched(self) -> int | None:
-        """The batch whose gradients are there and whose update was not launched yet."""
-        return self._unlaunched
-
     def will_run(
         self, batch: int, *, iteration: int, num_microbatches: int, hyperparameters: Scheduled
     ) -> None:
