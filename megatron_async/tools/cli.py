@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": ("megatron_async.planning.plan", "memory and time of a model and layout"),
     "timeline": ("megatron_async.planning.timeline", "draw a schedule's order of actions"),
     "compare": ("megatron_async.tools.compare", "name where two runs part"),
+    "gpu-check": ("megatron_async.gpu_check.command", "try the GPUs of this machine: a table"),
     "doctor": ("megatron_async.tools.doctor", "check the installation and say what to fix"),
 }
 """Name of a command: the module whose ``main(argv)`` runs it, and what it does."""
