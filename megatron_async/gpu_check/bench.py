@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from megatron_async.tools.job import Job, JobError
 __all__ = ["Bench", "RunFailed"]
 
 _TAIL = 25  # lines
+# What torchrun says of failed ranks when all have ended.
+_SUMMARY = re.compile(r"^E\d{4} .*failed \(exitcode: ")
 
 
 class RunFailed(Exception):
@@ -111,8 +114,10 @@ class Bench:
 
 
 def _tail(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-    return "\n".join([f"---- the end of {path} ----", *lines, "----"])
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    end = next((number for number, line in enumerate(lines) if _SUMMARY.search(line)), len(lines))
+    shown = lines[:end][-_TAIL:]
+    return "\n".join([f"---- the end of {path} ----", *shown, "----"])
 
 
 def _read_plan(path: Path, schedule: str) -> list[Parts]:
