@@ -61,6 +61,41 @@ MODELS: Mapping[str, Mapping[str, Value]] = {
     "untied": {"untie_embeddings_and_output_weights": True},
     "moe": _MOE,
     "moe-untied": {**_MOE, "untie_embeddings_and_output_weights": True},
+    "llama": {
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+    },
+    "latent": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+    },
+    "shared-experts": {
+        **_MOE,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_z_loss_coeff": 1e-3,
+        "moe_shared_expert_intermediate_size": 32,
+        # A dense layer first, as many mixtures have it.
+        "moe_layer_freq": "[0]+[1]*3",
+        "moe_ffn_hidden_size": 32,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_topk": 1,
+    },
 }
 """Models that a job can train, each with a checkpoint of its own."""
 
