@@ -7,8 +7,9 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+installed='import importlib.util, megatron_async; raise SystemExit(not importlib.util.find_spec("torch"))'
 for python in "$root/.venv/bin/python" python3 python; do
-    if "$python" -c 'import megatron_async' 2>/dev/null; then
+    if "$python" -c "$installed" 2>/dev/null; then
         exec "$python" -m megatron_async.tools.cli gpu-check "$@"
     fi
 done

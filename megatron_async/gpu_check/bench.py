@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -97,7 +98,7 @@ class Bench:
             log=path,
             silence_s=self._limit_s,
             limit_s=self._limit_s,
-            environment=dict(run.environment),
+            environment=_from_user() | dict(run.environment),
         )
         try:
             with job:
@@ -111,6 +112,12 @@ class Bench:
                 return log, problem
         print(f"{time.monotonic() - began:4.0f} s", flush=True)
         return log, problem
+
+
+def _from_user() -> dict[str, str]:
+    """What a job would set to 1 itself: a user may want to try others."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return {name: os.environ[name]} if name in os.environ else {}
 
 
 def _tail(path: Path) -> str:

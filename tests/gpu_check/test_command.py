@@ -229,9 +229,10 @@ def test_the_sanitizers_run_may_end_at_a_race(
             raise JobError("the run failed with exit code 1")
 
     monkeypatch.setattr(bench_module, "Job", Racing)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     bench = Bench(machine(2), script=Path("pretrain_gpt.py"), output=tmp_path, limit_s=300)
     assert bench.log("sanitizer-2bw", with_races=True).races == 1
-    assert environments == [{"TORCH_CUDA_SANITIZER": "1"}]
+    assert environments == [{"TORCH_CUDA_SANITIZER": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}]
     with pytest.raises(RunFailed, match="sanitizer-2bw failed"):
         bench.log("sanitizer-2bw")
 
