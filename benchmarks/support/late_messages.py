@@ -181,40 +181,26 @@ def _delay_links(table: Table) -> None:
 
 
 def _delay_exchange(table: Table) -> None:
-    from megatron_async.update.exchange import Exchange, StageExchange
+    from megatron_async.update.exchange import StageExchange
 
-    post, answer, wait = StageExchange.post, StageExchange.answer, Exchange.wait
+    sums = StageExchange._sums
     others = [rank for rank in range(table.ranks) if rank != _FIRST]
-    totals: dict[Any, Message] = {}
 
-    @functools.wraps(post)
-    def late_post(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(sums)
+    def late_sums(self: Any, *args: Any, **kwargs: Any) -> Any:
         if table.rank != _FIRST:
             table.send("part", _FIRST)
-        exchange = post(self, *args, **kwargs)
-        if table.rank != _FIRST:
-            totals[exchange] = table.receive("total", _FIRST)
-        return exchange
-
-    @functools.wraps(answer)
-    def late_answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            total = sums(self, *args, **kwargs)
+            table.receive("total", _FIRST).wait_sent()
+            return total
         for rank in others:
             table.receive("part", rank).wait_sent()
-        exchange = answer(self, *args, **kwargs)
+        total = sums(self, *args, **kwargs)
         for rank in others:
             table.send("total", rank)
-        return exchange
+        return total
 
-    @functools.wraps(wait)
-    def late_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = wait(self, *args, **kwargs)
-        if self in totals:
-            totals.pop(self).wait_sent()
-        return result
-
-    setattr(StageExchange, post.__name__, late_post)
-    setattr(StageExchange, answer.__name__, late_answer)
-    setattr(Exchange, wait.__name__, late_wait)
+    setattr(StageExchange, sums.__name__, late_sums)
 
 
 def delay_collectives(seconds: float) -> None:
