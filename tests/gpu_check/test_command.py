@@ -34,7 +34,7 @@ NOT_ON_CPU = (
 @pytest.mark.timeout(1900)
 def test_all_of_it_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "check"
-    status = command.main(["--cpu", "--out", str(output)])
+    status = command.main(["--cpu", "--out", str(output), "--timeout", "1500"])
     shown = capsys.readouterr()
     assert status == 0, shown
     verdicts = {}
