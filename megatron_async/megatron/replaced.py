@@ -11,6 +11,7 @@ from functools import reduce
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 __all__ = ["Replacement", "applies", "apply", "constant", "is_replaced", "resolve"]
 
@@ -73,7 +74,8 @@ def applies(row: Replacement, version: str) -> bool:
     Raises:
         RuntimeError: the attribute is absent and the row is not optional.
     """
-    if not SpecifierSet(row.versions).contains(version, prereleases=True):
+    # A release candidate has what its release has, in the main.
+    if not SpecifierSet(row.versions).contains(Version(version).base_version):
         return False
     try:
         present = hasattr(resolve(row.target), row.attribute)
