@@ -5,7 +5,19 @@ from typing import Final
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["SUPPORTED", "VERSIONS", "before", "current", "is_supported", "series", "since"]
+__all__ = [
+    "SUPPORTED",
+    "TABLE_OF_FLAGS",
+    "VERSIONS",
+    "before",
+    "current",
+    "is_supported",
+    "series",
+    "since",
+]
+
+TABLE_OF_FLAGS: Final = "0.19"
+"""The series whose flags docs/flags.csv sorts."""
 
 SUPPORTED: Final[tuple[str, ...]] = ("0.18", "0.19", "0.20")
 """Release series (major.minor), the oldest first."""
