@@ -79,7 +79,7 @@ def test_megatrons_own_checks_leave_what_the_rules_read(parser: argparse.Argumen
     ]
     errors, _ = problems(validate(parser, [*PLAIN, *ASYNC, "--enable-cuda-graph"]))
     assert [text.partition(":")[0] for text in errors] == ["--cuda-graph-impl"]
-    pattern = ["--hybrid-override-pattern", "M*M*M*M*"]
+    pattern = ["--hybrid-override-pattern", "G*G*G*G*"]
     errors, _ = problems(validate(parser, [*PLAIN, *ASYNC, *pattern]))
     assert "--hybrid-layer-pattern" in {text.partition(":")[0] for text in errors}
 
