@@ -71,9 +71,7 @@ def copy_sources(source: Path, ref: str, target: Path) -> None:
         shutil.copytree(source, target)
         return
     target.mkdir()
-    archive = subprocess.Popen(
-        ["git", "-C", str(source), "archive", ref], stdout=subprocess.PIPE
-    )
+    archive = subprocess.Popen(["git", "-C", str(source), "archive", ref], stdout=subprocess.PIPE)
     subprocess.run(["tar", "-x", "-C", str(target)], stdin=archive.stdout, check=True)
     if archive.wait() != 0:
         raise SystemExit(f"git archive {ref} failed in {source}")
@@ -104,7 +102,10 @@ def versions(environment: Path) -> tuple[str, str]:
     """Return the versions of megatron-core and torch."""
     code = "from importlib.metadata import version as v; print(v('megatron-core'), v('torch'))"
     found = subprocess.run(
-        [str(environment / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True
+        [str(environment / "bin" / "python"), "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     megatron, torch = found.stdout.split()
     return megatron, torch
@@ -123,7 +124,9 @@ def run(release: str, python: str, args: argparse.Namespace) -> Row:
         try:
             install(environment, interpreter, release, args)
         except subprocess.CalledProcessError as error:
-            return Row(release, python, f"not installed: {error.cmd[0]} ended with {error.returncode}")
+            return Row(
+                release, python, f"not installed: {error.cmd[0]} ended with {error.returncode}"
+            )
     row = Row(release, python, "passed", versions(environment))
     if args.install_only:
         return row
@@ -138,9 +141,7 @@ def run(release: str, python: str, args: argparse.Namespace) -> Row:
         variables["MEGATRON_LM_CHECKOUT"] = str(Path(checkout).resolve())
         selection = "core or checkout"
     command = [str(environment / "bin" / "python"), "-m", "pytest", "-q", "-m", selection]
-    done = subprocess.run(
-        [*command, f"--junitxml={report}", *args.pytest], cwd=ROOT, env=variables
-    )
+    done = subprocess.run([*command, f"--junitxml={report}", *args.pytest], cwd=ROOT, env=variables)
     row.minutes = (time.monotonic() - start) / 60
     row.counts = read_counts(report)
     if done.returncode != 0:

@@ -84,7 +84,6 @@ def install() -> tuple[Replacement, ...]:
         )
     import torch
 
-
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "cpu_backend.install() came too late: this process has used a GPU. Call install() "

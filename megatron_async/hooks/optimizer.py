@@ -87,9 +87,7 @@ def _state_with_buffers(original: Any) -> Any:
         from megatron_async.checkpoint.buffers import buffer_keys
         from megatron_async.megatron import distributed_state
 
-        keys = buffer_keys(self)
-        original(self, state_dict)
-        distributed_state.add_dummies(self, keys)
+        distributed_state.load(original, self, buffer_keys(self), state_dict)
 
     return load_state_dict
 

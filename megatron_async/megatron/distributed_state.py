@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["add_dummies", "gather", "scatter"]
+__all__ = ["gather", "load", "scatter"]
 
 _KNOWN = ("exp_avg", "exp_avg_sq")
 
 
-def gather(original: Callable[..., Any], optimizer: Any, keys: Sequence[str], **options: Any) -> Any:
+def gather(
+    original: Callable[..., Any], optimizer: Any, keys: Sequence[str], **options: Any
+) -> Any:
     """Gather a distributed optimizer's state with further entries.
 
     Args:
@@ -86,14 +88,32 @@ def scatter(
         optimizer._set_main_param_and_optimizer_states(parameter, tensors)
 
 
-def add_dummies(optimizer: Any, keys: Sequence[str]) -> None:
-    """Give each parameter's state the entries that a checkpoint is loaded into, as Megatron's
-    ``load_state_dict`` does for those that it knows."""
-    for state in optimizer.optimizer.state.values():
-        like = state.get(_KNOWN[0])
-        if like is not None:
-            for key in keys:
-                state[key] = torch.empty_like(like, dtype=torch.float32)
+def load(
+    original: Callable[..., Any], optimizer: Any, keys: Sequence[str], state_dict: Any
+) -> None:
+    """Load a distributed optimizer's state with further entries.
+
+    Megatron replaces the parameters' states by empty ones, in which it makes the entries that it
+    knows, and in some formats loads into these at once.
+
+    Args:
+        original: ``load_state_dict``.
+        optimizer: the distributed optimizer.
+        keys: as for :func:`gather`.
+        state_dict: what ``original`` takes.
+    """
+    replace_states = optimizer.optimizer.load_state_dict
+
+    def with_further(states: Any) -> None:
+        replace_states(states)
+        for state in optimizer.optimizer.state.values():
+            like = state.get(_KNOWN[0])
+            if like is not None:
+                for key in keys:
+                    state[key] = torch.empty_like(like, dtype=torch.float32)
+
+    with _replaced(optimizer.optimizer, "load_state_dict", with_further):
+        original(optimizer, state_dict)
 
 
 def _both(state: Any, further: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

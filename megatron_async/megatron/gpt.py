@@ -1,6 +1,6 @@
 """What a script that pretrains a GPT asks Megatron for, where its releases differ.
 
-Source: pretrain_gpt.py, gpt_builders.py and model_provider.py of Megatron-LM,
+Source: pretrain_gpt.py, pretrain_hybrid.py, gpt_builders.py and hybrid_builders.py of Megatron-LM,
 megatron/training/argument_utils.py and megatron/core/utils.py.
 """
 
@@ -33,7 +33,7 @@ def pretrain(
     *,
     get_embedding_ranks: Callable[[list[int]], list[int]],
 ) -> None:
-    """Train the GPT that the arguments describe, by Megatron's training loop.
+    """Train the GPT or the hybrid model that the arguments describe, by Megatron's training loop.
 
     Args:
         args: Megatron's, validated.
@@ -50,9 +50,11 @@ def pretrain(
         config = pretrain_cfg_container_from_args(args)
         model["model_provider"] = _build
     else:
-        from megatron.training.argument_utils import gpt_config_from_args
+        from megatron.training import argument_utils
 
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        kind = "gpt" if args.hybrid_layer_pattern is None else "hybrid"
+        model_config = getattr(argument_utils, f"{kind}_config_from_args")
+        config = pretrain_cfg_container_from_args(args, model_config(args))
     pretrain(
         config,
         train_valid_test_dataset_provider=datasets,
@@ -70,24 +72,41 @@ def _build(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Build a stage's model, as gpt_builders.py of core_v0.18.2 does. Later releases have that
-    in the wheel."""
+    """Build a stage's model, as gpt_builders.py and hybrid_builders.py of core_v0.18.2 do. Later
+    releases have that in the wheel."""
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid import hybrid_layer_specs
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args, print_rank_0
     from megatron.training.arguments import core_transformer_config_from_args
     from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 
     args = get_args()
-    print_rank_0("building GPT model ...")
+    hybrid = args.hybrid_layer_pattern is not None
+    print_rank_0(f"building {'hybrid' if hybrid else 'GPT'} model ...")
     if config is None:
         config = (
             core_transformer_config_from_args(args)
             if args.yaml_cfg is None
             else core_transformer_config_from_yaml(args, "language_model")
         )
-    return GPTModel(
+    if hybrid:
+        kind = HybridModel
+        of_kind = {
+            "hybrid_layer_pattern": args.hybrid_layer_pattern,
+            "hybrid_stack_spec": hybrid_layer_specs.hybrid_stack_spec
+            if args.spec is None
+            else import_module(args.spec),
+        }
+    else:
+        kind = GPTModel
+        of_kind = {
+            "transformer_layer_spec": _layer_spec(args, config, vp_stage),
+            "rope_scaling": args.use_rope_scaling,
+        }
+    return kind(
         config=config,
-        transformer_layer_spec=_layer_spec(args, config, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -98,9 +117,9 @@ def _build(
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
+        **of_kind,
     )
 
 

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N -m megatron_async examples/pretrain_gpt.py FLAGS
 
 The wheel of megatron-core holds ``megatron.training`` but not the script that starts it. This one
-takes the same flags for GPT models and gives the same losses, to the last digit. What it leaves to
+takes the same flags for GPT models and gives the same losses, to the last digit. With
+``--hybrid-layer-pattern`` it trains a hybrid model, as pretrain_hybrid.py does. What it leaves to
 the script of Megatron-LM (:data:`NOT_HERE`) ends in an error that says so.
 """
 

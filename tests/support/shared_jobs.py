@@ -56,11 +56,14 @@ _MOE: Mapping[str, Value] = {
     "disable_bias_linear": True,
 }
 
+_HYBRID: Mapping[str, Value] = {**_MOE, "hybrid_layer_pattern": "*-*E"}
+
 MODELS: Mapping[str, Mapping[str, Value]] = {
     "tied": {},
     "untied": {"untie_embeddings_and_output_weights": True},
     "moe": _MOE,
     "moe-untied": {**_MOE, "untie_embeddings_and_output_weights": True},
+    "hybrid": _HYBRID,
 }
 """Models that a job can train, each with a checkpoint of its own."""
 
