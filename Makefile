@@ -8,17 +8,18 @@ BENCHMARKS := $(wildcard benchmarks/*.py)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format bench clean distclean
+.PHONY: help install demo test test-slow test-matrix lint format bench clean distclean
 
 help:
 	@echo 'make install    make $(VENV) with the versions of constraints.txt (some 5.5 GB; PYTHON=... names a Python >= 3.12)'
 	@echo 'make demo       train a small GPT four ways on two CPU ranks (ARGS=--quick: one minute)'
 	@echo 'make test       the test suite on CPU ranks (ARGS="tests/schedules -x": a part of it)'
 	@echo 'make test-slow  the tests that take minutes each'
+	@echo 'make test-matrix  the core tests with every release of megatron-core, an environment each (MEGATRON_MAIN=PATH)'
 	@echo 'make lint       ruff, mypy, import-linter and bash -n'
 	@echo 'make format     let ruff mend what it can'
 	@echo 'make bench      the benchmarks in their quick form'
-	@echo 'make clean      remove caches and runs/demo; make distclean also removes $(VENV)'
+	@echo 'make clean      remove caches and runs/demo; make distclean also removes $(VENV) and .venvs'
 
 install: $(STAMP)
 
@@ -39,6 +40,14 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# Some 5.5 GB for each release and Python. MEGATRON_MAIN names Megatron-LM's main branch (a git
+# repository or a folder); CHECKOUTS="0.18.2=PATH 0.19.2=PATH main=PATH" checkouts whose own
+# pretrain_gpt.py is run as well.
+test-matrix:
+	@python="$$(bash scripts/find-python.sh)" || exit 1; \
+	"$$python" scripts/test_matrix.py $(if $(MEGATRON_MAIN),--megatron-main $(MEGATRON_MAIN)) \
+		$(if $(CHECKOUTS),--checkout $(CHECKOUTS)) $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,7 +66,7 @@ bench: $(STAMP)
 
 clean:
 	rm -rf runs/demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './.venvs/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venvs

@@ -1,19 +1,30 @@
-"""The correction's buffers in a torch checkpoint: in an entry of their own.
+"""The correction's buffers in checkpoints.
 
-Transformer Engine's FusedAdam does not load a state with a key that it does not know, be it in a
+In a torch checkpoint they have an entry of their own. Transformer Engine's FusedAdam does not load a state with a key that it does not know, be it in a
 Megatron without this package or in a run without the correction.
 """
 
 from typing import Any
 
-from megatron_async.corrections.base import STATE_PREFIX
+from megatron_async.corrections.base import STATE_PREFIX, correction_of
 
-__all__ = ["BUFFERS", "put_back", "take_out"]
+__all__ = ["BUFFERS", "buffer_keys", "put_back", "take_out"]
 
 BUFFERS = "megatron_async_buffers"
 """Entry of the state dict with the buffers, by their place in the optimizer's state dict."""
 
 type Taken = dict[tuple[Any, ...], dict[str, Any]]
+
+
+def buffer_keys(optimizer: Any) -> tuple[str, ...]:
+    """Return what a distributed optimizer saves and loads of each parameter's state beside its own.
+
+    In the formats that list their keys Megatron drops all others without a word.
+    """
+    correction = correction_of(optimizer.optimizer)
+    if correction is None or not correction.buffered:
+        return ()
+    return tuple(correction.state_keys)
 
 
 def take_out(state_dict: Any, taken: Taken, place: tuple[Any, ...] = ()) -> Any:

@@ -54,7 +54,6 @@ __all__ = [
     "get_rng_state",
     "load_base_checkpoint",
     "load_checkpoint",
-    "optimizer_state_keys",
     "read_metadata",
     "save_checkpoint",
 ]
@@ -190,20 +189,6 @@ def get_rng_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         return original(*args, **kwargs)
     with random_state.rewound(run.checkpoint.running.next_batch_random_state):
         return original(*args, **kwargs)
-
-
-def optimizer_state_keys(
-    original: Callable[[Any], tuple[str, ...]], optimizer: Any
-) -> tuple[str, ...]:
-    """What Megatron's DistributedOptimizer saves and loads of each parameter's state.
-
-    In the formats that list their keys it drops all others without a word.
-    """
-    keys = tuple(original(optimizer))
-    correction = correction_of(optimizer.optimizer)
-    if correction is None or not correction.buffered:
-        return keys
-    return (*keys, *correction.state_keys)
 
 
 @contextlib.contextmanager

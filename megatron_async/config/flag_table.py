@@ -22,17 +22,17 @@ __all__ = ["OPTIONAL_GROUPS", "FlagRow", "Status", "compare", "load", "main", "r
 
 Status = Literal["works", "rejected", "irrelevant"]
 
-OPTIONAL_GROUPS: Final = frozenset({"kitchen"})
-"""Groups of flags that Megatron has only where another package is installed."""
+OPTIONAL_GROUPS: Final = frozenset({"kitchen", "new in 0.20"})
+"""Groups of flags that the installed Megatron need not have: those of another package or release."""
 
 
 _HEAD: Final = """\
 <!-- Made by: python -m megatron_async.config.flag_table docs/flags.csv > docs/flags.md -->
 # Megatron's flags under an asynchronous schedule
 
-All {count} flags of Megatron {release}, sorted by what becomes of them with
-`--pipeline-schedule fresh-2bw` or `pipedream-2bw`, and with `paci` and `pipedream` where nothing
-else is said. With the default schedule none is rejected.
+All {count} flags of Megatron {release}, those that 0.20 adds included, sorted by what becomes of
+them with `--pipeline-schedule fresh-2bw` or `pipedream-2bw`, and with `paci` and `pipedream` where
+nothing else is said. With the default schedule none is rejected.
 
 - **works** ({works}): has to do with the schedule, the update or checkpoints, and is accepted.
   Sorted by reading Megatron's code; *not tested* says that no test runs with it.
@@ -104,7 +104,7 @@ def render(rows: Sequence[FlagRow], reasons: Collection[Rule] | None = None) -> 
         if not rule.warning and isinstance(rule.reason, str)
     }
     counts = {status: sum(row.status == status for row in rows) for status in get_args(Status)}
-    lines = [_HEAD.format(count=len(rows), release=", ".join(releases.SUPPORTED), **counts)]
+    lines = [_HEAD.format(count=len(rows), release=releases.TABLE_OF_FLAGS, **counts)]
     for group, members in groupby(rows, key=lambda row: row.group):
         part = list(members)
         lines += ["", f"## {group}", ""]

@@ -15,10 +15,9 @@ import logging
 import os
 import sys
 
-from packaging.specifiers import SpecifierSet
 
 from megatron_async.cpu_backend.flags import cpu_argv
-from megatron_async.megatron import dataset_helpers
+from megatron_async.megatron import dataset_helpers, releases
 from megatron_async.megatron.replaced import Replacement, apply
 
 __all__ = [
@@ -85,8 +84,6 @@ def install() -> tuple[Replacement, ...]:
         )
     import torch
 
-    from megatron_async.cpu_backend.megatron_rows import MEGATRON_VERSIONS
-
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "cpu_backend.install() came too late: this process has used a GPU. Call install() "
@@ -102,10 +99,10 @@ def install() -> tuple[Replacement, ...]:
 
     from megatron.core.package_info import __version__ as megatron_version
 
-    if not SpecifierSet(MEGATRON_VERSIONS).contains(megatron_version, prereleases=True):
+    if not releases.is_supported(megatron_version):
         raise RuntimeError(
             f"the CPU backend does not know megatron-core {megatron_version}: install one that is "
-            f"{MEGATRON_VERSIONS}."
+            f"{releases.VERSIONS}."
         )
     # On a GPU, dropout must not touch the host's generator. Here it does, and Megatron's tracker
     # says so at every fork.

@@ -8,6 +8,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._pytree import tree_map_only
 
+from megatron_async.cpu_backend.hybrid_layers import local_stack_spec
 from megatron_async.megatron import dataset_helpers, releases
 from megatron_async.megatron.replaced import Replacement
 
@@ -142,6 +143,12 @@ def _schedule_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     return schedule_async_call
 
 
+def _local_norm(original: Any) -> Any:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm
+
+
 def megatron_rows() -> list[Replacement]:
     """The rows for ``megatron.core``."""
     optimizer = "megatron.core.optimizer"
@@ -199,6 +206,25 @@ def megatron_rows() -> list[Replacement]:
             versions=MEGATRON_VERSIONS,
         )
     )
+    hybrid = "megatron.core.models.hybrid"
+    hybrid_why = (
+        "hybrid models are made of Transformer Engine's modules alone: make their attention, MLP "
+        "and MoE layers of Megatron's local ones (core/models/hybrid/hybrid_layer_specs.py)"
+    )
+    rows += [
+        Replacement(
+            target=target,
+            attribute=attribute,
+            make=make,
+            why=hybrid_why,
+            versions=MEGATRON_VERSIONS,
+        )
+        for target, attribute, make in (
+            (f"{hybrid}.hybrid_layer_specs", "hybrid_stack_spec", local_stack_spec),
+            ("megatron.training.models.hybrid", "default_hybrid_stack_spec", local_stack_spec),
+            (f"{hybrid}.hybrid_block", "TENorm", _local_norm),
+        )
+    ]
     worker = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
     rows += [
         Replacement(

@@ -61,8 +61,8 @@ def install() -> None:
     if not releases.is_supported(version):
         raise RuntimeError(
             f"megatron_async replaces parts of megatron-core {', '.join(releases.SUPPORTED)}; this "
-            f"is {version}, for which that was not tested. Install "
-            f"megatron-core~={releases.SUPPORTED[-1]}.0."
+            f"is {version}, for which that was not tested. Install a megatron-core that is "
+            f"{releases.VERSIONS}."
         )
     dataset_helpers.provide()
     apply(HOOKS, version, mark=True)

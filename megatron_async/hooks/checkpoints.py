@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_async.hooks.row import TRAINING, row
+from megatron_async.megatron import releases
 
 __all__ = ["ROWS"]
 
@@ -32,6 +34,19 @@ def _whole_tracker_file(original: Any) -> Any:
     from megatron_async.checkpoint.files import WholeTrackerFile
 
     return WholeTrackerFile(original)
+
+
+def _open_whole_tracker_file(original: Any) -> Any:
+    @functools.wraps(original)
+    def open_file(*args: Any, **kwargs: Any) -> Any:
+        from megatron_async.checkpoint.files import WholeTrackerFile
+
+        return WholeTrackerFile(SimpleNamespace(open=original)).open(*args, **kwargs)
+
+    return open_file
+
+
+_KILLED = "a job killed while the tracker file is written can be resumed"
 
 
 ROWS = (
@@ -82,6 +97,14 @@ ROWS = (
         _CHECKPOINTING,
         "maybe_msc",
         _whole_tracker_file,
-        "a job killed while the tracker file is written can be resumed",
+        _KILLED,
+        versions=releases.since("0.19"),
+    ),
+    row(
+        _CHECKPOINTING,
+        "open_file",
+        _open_whole_tracker_file,
+        _KILLED,
+        versions=releases.before("0.19"),
     ),
 )

@@ -1,10 +1,12 @@
 """Megatron's optimizer: the engine is attached where it is built."""
 
 import functools
+import inspect
 from pathlib import Path
 from typing import Any
 
 from megatron_async.hooks.row import TRAINING, row
+from megatron_async.megatron import releases
 
 __all__ = ["ROWS"]
 
@@ -48,11 +50,49 @@ class _Property(property):
 
 def _state_keys(original: Any) -> Any:
     def optimizer_state_keys(self: Any) -> tuple[str, ...]:
-        from megatron_async.checkpoint import session
+        from megatron_async.checkpoint.buffers import buffer_keys
 
-        return session.optimizer_state_keys(original.fget, self)
+        return (*original.fget(self), *buffer_keys(self))
 
     return _Property(optimizer_state_keys, doc=original.__doc__)
+
+
+def _gather_state(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron_async.checkpoint.buffers import buffer_keys
+        from megatron_async.megatron import distributed_state
+
+        options = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        options.pop("self")
+        return distributed_state.gather(original, self, buffer_keys(self), **options)
+
+    return get_parameter_state_dp_zero
+
+
+def _scatter_state(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_parameter_state_from_dp_zero(self: Any, state_dict: Any, **kwargs: Any) -> None:
+        from megatron_async.checkpoint.buffers import buffer_keys
+        from megatron_async.megatron import distributed_state
+
+        distributed_state.scatter(original, self, buffer_keys(self), state_dict, **kwargs)
+
+    return load_parameter_state_from_dp_zero
+
+
+def _state_with_buffers(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        from megatron_async.checkpoint.buffers import buffer_keys
+        from megatron_async.megatron import distributed_state
+
+        distributed_state.load(original, self, buffer_keys(self), state_dict)
+
+    return load_state_dict
+
+
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
 ROWS = (
@@ -63,9 +103,31 @@ ROWS = (
         "weight versions, correction and deferred update, before a checkpoint is loaded",
     ),
     row(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+        _DISTRIBUTED,
         "optimizer_state_keys",
         _state_keys,
         "some checkpoint formats drop a parameter's state that is not listed here",
+        versions=releases.since("0.19"),
+    ),
+    row(
+        _DISTRIBUTED,
+        "get_parameter_state_dp_zero",
+        _gather_state,
+        "some checkpoint formats drop a parameter's state whose names are not in the code",
+        versions=releases.before("0.19"),
+    ),
+    row(
+        _DISTRIBUTED,
+        "load_parameter_state_from_dp_zero",
+        _scatter_state,
+        "the same when such a checkpoint is loaded",
+        versions=releases.before("0.19"),
+    ),
+    row(
+        _DISTRIBUTED,
+        "load_state_dict",
+        _state_with_buffers,
+        "the same where a checkpoint is about to be loaded into the parameters' states",
+        versions=releases.before("0.19"),
     ),
 )

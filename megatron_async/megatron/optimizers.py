@@ -150,7 +150,16 @@ def keep_loss_scale_on_host(optimizer: Any) -> None:
 def gradients_for_norm(leaf: Any, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients of some of an optimizer's parameters that count for the norm on this
     rank: each shared or replicated parameter is counted on one rank."""
-    gradients: list[torch.Tensor] = leaf._filter_grads_for_norm(parameters)
+    gradients: list[torch.Tensor]
+    if hasattr(leaf, "_filter_grads_for_norm"):
+        gradients = leaf._filter_grads_for_norm(parameters)
+        return gradients
+    # 0.18 filters all that the optimizer has.
+    leaf.get_parameters = lambda: parameters
+    try:
+        gradients = leaf.get_main_grads_for_grad_norm()
+    finally:
+        del leaf.get_parameters
     return gradients
 
 

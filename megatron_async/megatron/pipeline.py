@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import _get_shared_word_embedding_weight
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 __all__ = [
@@ -28,7 +29,17 @@ __all__ = [
 
 def group_collection() -> Any:
     """Return the process groups that the schedules of Megatron use by default (tp, cp, pp, ...)."""
-    return schedules._build_default_pg_collection()
+    if hasattr(schedules, "_build_default_pg_collection"):  # not in 0.18
+        return schedules._build_default_pg_collection()
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups
 
 
 def tensor_shapes(
@@ -119,10 +130,17 @@ def set_moe_loss_scale(output: Any, *, num_microbatches: int, config: Any, group
     """
     if getattr(config, "num_moe_experts", None) is None:
         return
-    scale = schedules._get_moe_loss_scale(config, schedules.get_tensor_device(output))
+    scale = _moe_loss_scale(config, schedules.get_tensor_device(output))
     if not config.calculate_per_token_loss:
         scale = scale * groups.cp.size() / num_microbatches
     schedules.MoEAuxLossAutoScaler.set_loss_scale(scale)
+
+
+def _moe_loss_scale(config: Any, device: Any) -> Any:
+    if hasattr(schedules, "_get_moe_loss_scale"):  # not in 0.18
+        return schedules._get_moe_loss_scale(config, device)
+    scale = torch.ones(1, device=device)
+    return scale if config.grad_scale_func is None else config.grad_scale_func(scale)
 
 
 def tied_embedding(model_chunk: Any, config: Any) -> torch.nn.Parameter | None:

@@ -2,13 +2,38 @@
 
 from typing import Final
 
-__all__ = ["SUPPORTED", "VERSIONS", "current", "is_supported", "series"]
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-SUPPORTED: Final[tuple[str, ...]] = ("0.19",)
-"""Release series (major.minor)."""
+__all__ = [
+    "SUPPORTED",
+    "TABLE_OF_FLAGS",
+    "VERSIONS",
+    "before",
+    "current",
+    "is_supported",
+    "series",
+    "since",
+]
 
-VERSIONS: Final = ">=0.19,<0.20"
+TABLE_OF_FLAGS: Final = "0.19"
+"""The series whose flags docs/flags.csv sorts."""
+
+SUPPORTED: Final[tuple[str, ...]] = ("0.18", "0.19", "0.20")
+"""Release series (major.minor), the oldest first."""
+
+VERSIONS: Final = ">=0.18.2,<0.21"
 """The same as a specifier of versions, for rows that hold for all of them."""
+
+
+def since(version: str) -> str:
+    """Return the specifier of the supported versions from one on."""
+    return f">={version},{VERSIONS.partition(',')[2]}"
+
+
+def before(version: str) -> str:
+    """Return the specifier of the supported versions up to one, which is left out."""
+    return f"{VERSIONS.partition(',')[0]},<{version}"
 
 
 def current() -> str:
@@ -24,5 +49,5 @@ def series(version: str) -> str:
 
 
 def is_supported(version: str) -> bool:
-    """Whether a version is of a supported series."""
-    return series(version) in SUPPORTED
+    """Whether a version is of a supported series, a release candidate included."""
+    return SpecifierSet(VERSIONS).contains(Version(version).base_version)

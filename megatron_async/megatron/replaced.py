@@ -11,8 +11,9 @@ from functools import reduce
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-__all__ = ["Replacement", "applies", "apply", "constant", "is_replaced", "resolve"]
+__all__ = ["Replacement", "applies", "apply", "constant", "is_for", "is_replaced", "resolve"]
 
 _MARK = "_megatron_async_hook"
 
@@ -67,13 +68,18 @@ def resolve(target: str) -> Any:
     return reduce(getattr, qualname.split("."), holder) if qualname else holder
 
 
+def is_for(row: Replacement, version: str) -> bool:
+    """Return whether ``row`` is for ``version``; a release candidate counts as its release."""
+    return SpecifierSet(row.versions).contains(Version(version).base_version)
+
+
 def applies(row: Replacement, version: str) -> bool:
     """Return whether ``row`` is for ``version`` and its target has the attribute.
 
     Raises:
         RuntimeError: the attribute is absent and the row is not optional.
     """
-    if not SpecifierSet(row.versions).contains(version, prereleases=True):
+    if not is_for(row, version):
         return False
     try:
         present = hasattr(resolve(row.target), row.attribute)

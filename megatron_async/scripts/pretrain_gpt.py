@@ -1,9 +1,10 @@
-"""Pretrain a GPT model with Megatron 0.19 and its flags, from the wheel alone.
+"""Pretrain a GPT model with Megatron and its flags, from the wheel alone.
 
     torchrun --nproc-per-node N -m megatron_async examples/pretrain_gpt.py FLAGS
 
 The wheel of megatron-core holds ``megatron.training`` but not the script that starts it. This one
-takes the same flags for GPT models and gives the same losses, to the last digit. What it leaves to
+takes the same flags for GPT models and gives the same losses, to the last digit. With
+``--hybrid-layer-pattern`` it trains a hybrid model, as pretrain_hybrid.py does. What it leaves to
 the script of Megatron-LM (:data:`NOT_HERE`) ends in an error that says so.
 """
 
@@ -19,19 +20,18 @@ from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import (
     StragglerDetector,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_async.megatron.gpt import batch_on_this_tp_rank, pretrain
 
 __all__ = ["NOT_HERE", "forward_step", "main"]
 
@@ -89,9 +89,8 @@ def read_microbatch(data_iterator: Iterator[Batch], *, vp_stage: int | None) -> 
         batch |= {
             field: sample[field].cuda(non_blocking=True) for field in _FIELDS if field in sample
         }
-    batch = get_batch_on_this_tp_rank(
+    batch = batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
@@ -240,17 +239,10 @@ def main() -> None:
     if asked:
         raise SystemExit(
             f"{', '.join(asked)}: this pretrain_gpt.py trains plain GPT models only. Use the "
-            "pretrain_gpt.py of a Megatron-LM checkout (core_v0.19.0) for that."
+            "pretrain_gpt.py of a Megatron-LM checkout for that."
         )
     _keep_shipped_helpers()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(
-        config,
-        build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=_embedding_ranks,
-    )
+    pretrain(args, build_datasets, forward_step, get_embedding_ranks=_embedding_ranks)
 
 
 # Each rank builds its own datasets, instead of rank 0 alone.

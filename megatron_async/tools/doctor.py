@@ -24,6 +24,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from megatron_async.megatron import releases
+from megatron_async.megatron.replaced import is_for
+
 __all__ = ["Finding", "Status", "examine", "main"]
 
 _PACKAGE = "megatron-async"
@@ -198,7 +201,7 @@ def _megatron_training() -> Finding:
     core = importlib.util.find_spec("megatron.core")
     spec = importlib.util.find_spec(subject)
     if spec is None or spec.origin is None:
-        fix = "pip install 'megatron-core>=0.19,<0.20', or put a checkout on PYTHONPATH"
+        fix = f"pip install 'megatron-core{releases.VERSIONS}', or put a checkout on PYTHONPATH"
         return Finding(Status.FAIL, subject, "not found", fix)
     importlib.import_module(subject)
     from megatron.core.package_info import __version__ as version
@@ -227,7 +230,12 @@ def _dataset_helpers() -> Finding:
 def _hooks() -> Finding:
     from megatron_async import hooks
 
-    names = [f"{hook.target.replace(':', '.')}:{hook.attribute}" for hook in hooks.HOOKS]
+    version = releases.current()
+    names = [
+        f"{hook.target.replace(':', '.')}:{hook.attribute}"
+        for hook in hooks.HOOKS
+        if is_for(hook, version)
+    ]
     state = "installed" if hooks.installed() else "not installed in this process, as it should be"
     return _attributes("hooks", names, state)
 
@@ -240,7 +248,7 @@ def _cpu_backend() -> Finding:
     for row in cpu_backend.replacements():
         holder = row.target.replace(":", ".")
         version = installed[holder.partition(".")[0]]
-        if not row.optional and SpecifierSet(row.versions).contains(version, prereleases=True):
+        if not row.optional and is_for(row, version):
             names.append(f"{holder}:{row.attribute}")
     return _attributes("CPU backend", names, "used with --cpu only")
 

@@ -25,6 +25,8 @@ from tests.support.steps import (
 )
 from tests.support.torchrun import run_torchrun
 
+pytestmark = pytest.mark.core
+
 CORRECTED: Mapping[str, Value] = {**ASYNC, "delay_correction": "error-feedback"}
 ADAPTIVE: Mapping[str, Value] = {**CORRECTED, "delay_correction_adaptive_strength": True}
 NESTEROV: Mapping[str, Value] = {**ASYNC, "delay_correction": "nesterov"}

@@ -149,7 +149,7 @@ def test_the_rows_of_megatron_replace_nothing_else() -> None:
         ("sys.modules['megatron.core'] = types.ModuleType('megatron.core')", "megatron.core was"),
         ("import torch; torch.cuda.is_initialized = lambda: True", "has used a GPU"),
         (
-            "import megatron_async.cpu_backend.megatron_rows as m; m.MEGATRON_VERSIONS = '<0.17'",
+            "import megatron_async.megatron.releases as m; m.VERSIONS = '<0.17'",
             "does not know megatron-core 0.",
         ),
     ],

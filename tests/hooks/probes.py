@@ -256,10 +256,11 @@ def too_late_for_the_arguments() -> None:
 def untested_release() -> None:
     from megatron.core import package_info
 
-    for release in ("0.20.0", "0.18.2", "1.0.0"):
+    installed = package_info.__version__
+    for release in ("0.21.0", "0.18.1", "0.17.1", "1.0.0"):
         package_info.__version__ = release
-        _refused(release, "0.19", "Install megatron-core~=0.19.0")
-    package_info.__version__ = "0.19.7"
+        _refused(release, "0.18, 0.19, 0.20", "Install a megatron-core that is >=0.18.2,<0.21")
+    package_info.__version__ = f"{'.'.join(installed.split('.')[:2])}.7"
     a_flag()
 
 
@@ -278,11 +279,17 @@ def table() -> None:
     import inspect
 
     from megatron_async import hooks
+    from megatron_async.megatron import releases
+    from megatron_async.megatron.replaced import is_for
 
-    names = [hook.name for hook in hooks.HOOKS]
-    assert len(set(names)) == len(names)
+    for release in ("0.18.2", "0.19.0", "0.20.0"):
+        names = [hook.name for hook in hooks.HOOKS if is_for(hook, release)]
+        assert len(set(names)) == len(names)
+    assert all(any(is_for(h, r) for r in ("0.18.2", "0.19.0", "0.20.0")) for h in hooks.HOOKS)
+    rows = [hook for hook in hooks.HOOKS if is_for(hook, releases.current())]
+    names = [hook.name for hook in rows]
     before = _attributes(*MEGATRON)
-    for hook, name in zip(hooks.HOOKS, names, strict=True):
+    for hook, name in zip(rows, names, strict=True):
         assert name in before, f"there is no {name}"
         assert len(hook.why) > 10, name
         assert hook.versions, name

@@ -12,7 +12,7 @@ from tests.support.gpt import gpt_args
 from tests.support.output import RunResult
 from tests.support.torchrun import environment, run_torchrun
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.core, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,8 @@ _MOE: Mapping[str, Value] = {
     "disable_bias_linear": True,
 }
 
+_HYBRID: Mapping[str, Value] = {**_MOE, "hybrid_layer_pattern": "*-*E"}
+
 MODELS: Mapping[str, Mapping[str, Value]] = {
     "tied": {},
     "untied": {"untie_embeddings_and_output_weights": True},
@@ -96,6 +98,7 @@ MODELS: Mapping[str, Mapping[str, Value]] = {
         "moe_router_group_topk": 1,
         "moe_router_topk": 1,
     },
+    "hybrid": _HYBRID,
 }
 """Models that a job can train, each with a checkpoint of its own."""
 

@@ -26,6 +26,8 @@ from tests.training.cases import (
     parameters,
 )
 
+pytestmark = pytest.mark.core
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp1": (1, {}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),

@@ -28,7 +28,7 @@ from tests.support.gpt import ASYNC, Value
 from tests.support.late_gathers import Seen, prelude, read
 from tests.support.steps import Outcome, Step, run_steps
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.core, pytest.mark.timeout(1200)]
 
 SHARDED: Mapping[str, Value] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
 GATHERED: Mapping[str, Value] = {"overlap_param_gather": True}

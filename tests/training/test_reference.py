@@ -17,6 +17,8 @@ from tests.support.references import (
 )
 from tests.support.shared_jobs import Job, Results, job, job_argv
 
+pytestmark = pytest.mark.core
+
 RTOL = 1e-5
 MICROBATCHES = 4
 """Of a batch, in all shared jobs."""

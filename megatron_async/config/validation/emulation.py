@@ -14,8 +14,9 @@ _UNEVEN: Final = (
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
     "--pipeline-model-parallel-layout",
+    "--hybrid-layer-pattern",
 )
-"""Flags that give stages unequal numbers of layers."""
+"""Flags that give stages unequal numbers of layers, or layers of unequal kinds."""
 
 
 def _uneven(subject: Subject) -> str | None:

@@ -237,7 +237,7 @@ RULES: Final[tuple[Rule, ...]] = (
             f"megatron-core {s.facts.megatron_version} is not a release that this package was "
             f"tested with, and it replaces parts of Megatron"
         ),
-        f"Install megatron-core {', '.join(f'{v}.*' for v in releases.SUPPORTED)}.",
+        f"Install a megatron-core that is {releases.VERSIONS}.",
         when=lambda s: not releases.is_supported(s.facts.megatron_version),
         name="megatron_version",
         scope=Scope.ALWAYS,

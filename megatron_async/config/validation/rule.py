@@ -11,7 +11,7 @@ from megatron_async.megatron import releases
 from megatron_async.optimizers import OPTIMIZERS, Optimizer
 from megatron_async.schedules.schedule import Pipeline, VersionRule
 
-__all__ = ["Facts", "Rule", "Scope", "Subject", "dest_of", "given", "rule"]
+__all__ = ["Facts", "Rule", "Scope", "Subject", "dest_of", "given", "hybrid_layers", "rule"]
 
 
 class Scope(enum.Enum):
@@ -128,6 +128,16 @@ class Rule:
 def dest_of(flag: str) -> str:
     """The attribute that argparse makes of ``flag``."""
     return flag.removeprefix("--").replace("-", "_")
+
+
+def hybrid_layers(subject: Subject) -> frozenset[str]:
+    """The kinds of layers in ``--hybrid-layer-pattern``: empty for a GPT.
+
+    Stages (``|``) and the layers that predict further tokens (behind ``/``, which
+    ``--mtp-num-layers`` counts) are left out.
+    """
+    pattern = str(subject.get("hybrid_layer_pattern") or "")
+    return frozenset(pattern.partition("/")[0]) - {"|"}
 
 
 def given(dest: str) -> Callable[[Subject], bool]:

@@ -3,9 +3,12 @@
 import math
 from typing import Final
 
-from megatron_async.config.validation.rule import Rule, Scope, dest_of, given, rule
+from megatron_async.config.validation.rule import Rule, Scope, dest_of, given, hybrid_layers, rule
 
 __all__ = ["RULES"]
+
+_LAYERS: Final = frozenset("*-EM")
+"""Attention, MLP, MoE; Mamba is warned of."""
 
 _OPTIMIZER = (
     rule(
@@ -91,13 +94,17 @@ _MODELS = (
         )
         for flag in ("--decoder-num-layers", "--decoder-seq-length")
     ),
-    *(
-        rule(
-            flag,
-            "only GPT models are tested, and not hybrids with state-space layers",
-            "Use a GPT model.",
-        )
-        for flag in ("--hybrid-layer-pattern", "--is-hybrid-model")
+    rule(
+        "--hybrid-layer-pattern",
+        lambda s: (
+            f"layers of the kind {', '.join(sorted(hybrid_layers(s) - _LAYERS))} are not tested"
+        ),
+        "Use * (attention), - (MLP) and E (MoE) layers.",
+        when=lambda s: bool(hybrid_layers(s) - _LAYERS),
+    ),
+    rule(
+        "--enable-mhc-connections",
+        "several residual streams were not tried with an asynchronous schedule",
     ),
     rule(
         "--dsa-indexer-loss-coeff",

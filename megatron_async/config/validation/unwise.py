@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
+from megatron_async.config.validation.rule import Rule, Subject, dest_of, hybrid_layers, rule
 from megatron_async.corrections import RECOMMENDED
 from megatron_async.corrections.correction import STRENGTH
 
@@ -132,6 +132,14 @@ RULES: Final[tuple[Rule, ...]] = (
         "--gpu-sniff-test-interval",
         "each test waits for all ranks, which costs one pipeline bubble",
         "Choose a long interval.",
+        warning=True,
+    ),
+    rule(
+        "--hybrid-layer-pattern",
+        "Mamba layers need a GPU, and were not tried with an asynchronous schedule",
+        "Compare its first losses with another number of pipeline stages.",
+        when=lambda s: "M" in hybrid_layers(s),
+        name="mamba_layers",
         warning=True,
     ),
     rule(

@@ -1,0 +1,76 @@
+"""Hybrid models of attention, MLP and MoE layers: as GPTs, whatever the number of stages."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.gpt import ASYNC, Value
+from tests.support.shared_jobs import Results, job
+from tests.support.steps import Step, assert_continues, loads, run_steps, saves
+from tests.training.cases import Case, check_close, parameters
+
+pytestmark = [pytest.mark.core, pytest.mark.timeout(1200)]
+
+STAGES: dict[str, Value] = {
+    "pipeline_model_parallel_size": 2,
+    "hybrid_layer_pattern": "*-|*E",
+}
+"""The model's pattern, split into stages."""
+SYNCHRONOUS = job(model="hybrid")
+ONE_STAGE = job(model="hybrid", **ASYNC)
+FRESH: dict[str, Value] = {"pipeline_schedule": "fresh-2bw", "delayed_microbatches": 1}
+CASES = (
+    Case("synchronous", job(2, model="hybrid", **STAGES), SYNCHRONOUS),
+    Case("2bw", job(2, model="hybrid", **ASYNC, **STAGES), ONE_STAGE),
+    Case(
+        "2bw-even-split",
+        job(2, model="hybrid", **ASYNC, pipeline_model_parallel_size=2),
+        ONE_STAGE,
+    ),
+    Case("fresh", job(2, model="hybrid", **FRESH, **STAGES), job(model="hybrid", **FRESH)),
+)
+
+
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_losses_and_norms_agree(results: Results, case: Case) -> None:
+    found, wanted = results[case.job], results[case.like]
+    check_close("losses", dict(enumerate(found.losses)), dict(enumerate(wanted.losses)), case.rtol)
+    if case.name == "synchronous":
+        assert found.reported == pytest.approx(wanted.reported, rel=case.norm_rtol)
+        return
+    check_close("norms", found.norms, wanted.norms, case.norm_rtol)
+
+
+class _Both:
+    """Names the jobs that the test takes."""
+
+    jobs = (ONE_STAGE, SYNCHRONOUS)
+
+
+@pytest.mark.parametrize("_", [_Both])
+def test_the_delay_changes_what_is_trained(results: Results, _: type) -> None:
+    assert results[ONE_STAGE].losses[0] == results[SYNCHRONOUS].losses[0]
+    assert results[ONE_STAGE].losses[3:] != results[SYNCHRONOUS].losses[3:]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream-2bw", "fresh-2bw"])
+def test_a_run_goes_on_where_it_was_saved(tmp_path: Path, schedule: str) -> None:
+    flags: dict[str, Value] = {
+        "pipeline_schedule": schedule,
+        "delay_correction": "error-feedback",
+        "num_experts": 4,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "disable_bias_linear": True,
+        "ckpt_format": "torch_dist",
+        **STAGES,
+    }
+    found = run_steps(
+        2,
+        [
+            Step("uninterrupted", {**flags, **saves("checkpoints")}),
+            Step("resumed", {**flags, **loads("checkpoints", 3)}),
+        ],
+        tmp_path,
+    )
+    assert_continues(found["resumed"], found["uninterrupted"], done=3)
