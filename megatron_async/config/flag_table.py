@@ -23,7 +23,8 @@ __all__ = ["OPTIONAL_GROUPS", "FlagRow", "Status", "compare", "load", "main", "r
 Status = Literal["works", "rejected", "irrelevant"]
 
 OPTIONAL_GROUPS: Final = frozenset({"kitchen", "new in 0.20"})
-"""Groups of flags that the installed Megatron need not have: those of another package or release."""
+"""Groups of flags that the installed Megatron need not have: those of another package or
+release."""
 
 
 _HEAD: Final = """\
