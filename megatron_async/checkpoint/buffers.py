@@ -1,7 +1,8 @@
 """The correction's buffers in checkpoints.
 
-In a torch checkpoint they have an entry of their own. Transformer Engine's FusedAdam does not load a state with a key that it does not know, be it in a
-Megatron without this package or in a run without the correction.
+In a torch checkpoint they have an entry of their own. Transformer Engine's FusedAdam does not load
+a state with a key that it does not know, be it in a Megatron without this package or in a run
+without the correction.
 """
 
 from typing import Any

@@ -23,15 +23,15 @@ __all__ = ["OPTIONAL_GROUPS", "FlagRow", "Status", "compare", "load", "main", "r
 Status = Literal["works", "rejected", "irrelevant"]
 
 OPTIONAL_GROUPS: Final = frozenset({"kitchen", "new in 0.20"})
-"""Groups of flags that the installed Megatron need not have: those of another package or release."""
+"""Groups of flags that the installed Megatron need not have."""
 
 
 _HEAD: Final = """\
 <!-- Made by: python -m megatron_async.config.flag_table docs/flags.csv > docs/flags.md -->
 # Megatron's flags under an asynchronous schedule
 
-All {count} flags of Megatron {release}, those that 0.20 adds included, sorted by what becomes of them with
-`--pipeline-schedule pipedream-2bw`, and with `pipedream` where nothing else is said. With the
+All {count} flags of Megatron {release}, those that 0.20 adds included, sorted by what becomes of
+them with `--pipeline-schedule pipedream-2bw`, and with `pipedream` where nothing else is said. With the
 default schedule none is rejected.
 
 - **works** ({works}): has to do with the schedule, the update or checkpoints, and is accepted.

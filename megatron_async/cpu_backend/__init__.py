@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 
-
 from megatron_async.cpu_backend.flags import cpu_argv
 from megatron_async.megatron import dataset_helpers, releases
 from megatron_async.megatron.replaced import Replacement, apply
