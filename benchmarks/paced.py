@@ -6,60 +6,31 @@ so that any number of stages runs on two cores and the time of an iteration is t
 communication, collectives and waiting are Megatron's own and real. It is compared with the
 bubble-free ideal m (t_f + t_b) + t_opt, and with what the simulator of action lists predicts.
 
-The processes' own work runs in the time that is slept, as long as it fits: with more ranks than
-cores give slots (t_f + t_b) of 300 ms or more.
+The processes' own work, some 20 ms for a microbatch, runs in the time that is slept, as long as it
+fits. With more ranks than cores that asks for long slots (t_f + t_b): on two cores 300 ms for up to
+8 stages and 600 ms for 16, so that the cores are busy less than a third of the time. A job without
+any update, the mode 2bw-no-update, shows whether they are long enough: its ratio is near 1 then.
+With 16 stages the processes take some 7 GB.
+
+--latency-ms lets what crosses stages arrive late (see support/late_messages.py). torch-zbv and
+torch-zb are zero-bubble schedules of torch.distributed.pipelining, real ranks over gloo as well,
+that sleep as long and end an iteration with the same collectives; they have two stages a rank, and
+halve t_b between the input's and the weights' part. Not among the default modes.
 """
 
 import argparse
-import dataclasses
 import sys
 from typing import Any
 
-from support.jobs import JobError, Measurement, gpt_flags, run_job
-from support.misplaced import misplaced_schedule
+from support.jobs import JobError, Measurement
+from support.modes import MODES
 from support.options import add_common
+from support.pace import Pace, ideal_ms
 from support.report import Spread, print_table, progress, write_bars, write_csv
 
-from megatron_async.planning.candidates import candidate
-from megatron_async.schedules.schedule import Pipeline, action_lists
-from megatron_async.schedules.simulator import Costs, simulate
+from megatron_async.schedules.fresh_2bw import DELAYED_MICROBATCHES
 
-_ASYNCHRONOUS = ("--pipeline-schedule", "pipedream-2bw")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mode:
-    title: str
-    flags: tuple[str, ...] = ()
-    simulated: str | None = None
-    """Name of the schedule in `megatron_async.planning.candidates`."""
-    chunks: int = 1
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-MODES = {
-    "1f1b": Mode(title="Megatron 1F1B", simulated="1f1b"),
-    "interleaved": Mode(
-        title="Megatron interleaved 1F1B (v = 2)", simulated="interleaved", chunks=2
-    ),
-    "2bw-undeferred": Mode(
-        title="2BW, update undeferred",
-        flags=(*_ASYNCHRONOUS, "--no-deferred-update"),
-        simulated="pipedream-2bw-undeferred",
-    ),
-    "2bw": Mode(title="2BW, update deferred", flags=_ASYNCHRONOUS, simulated="pipedream-2bw"),
-    "2bw-no-update": Mode(
-        title="2BW, no update at all",
-        flags=_ASYNCHRONOUS,
-        simulated="pipedream-2bw",
-        settings={"update": False},
-    ),
-    "2bw-misplaced": Mode(
-        title="2BW, update completed after the receive (wrong)",
-        flags=("--pipeline-schedule", misplaced_schedule().name),
-    ),
-}
-_DEFAULT = ["1f1b", "interleaved", "2bw-undeferred", "2bw", "2bw-no-update"]
+_DEFAULT = ["1f1b", "interleaved", "2bw-undeferred", "2bw", "fresh-2bw", "paci", "2bw-no-update"]
 
 
 def main() -> int:
@@ -71,6 +42,27 @@ def main() -> int:
     parser.add_argument("--forward-ms", type=float, default=100.0, help="t_f (default 100)")
     parser.add_argument("--backward-ms", type=float, default=200.0, help="t_b (default 200)")
     parser.add_argument("--optimizer-ms", type=float, default=60.0, help="t_opt (default 60)")
+    parser.add_argument(
+        "--latency-ms",
+        type=float,
+        default=0.0,
+        metavar="L",
+        help="messages between stages arrive late by that, in every mode (default 0)",
+    )
+    parser.add_argument(
+        "--delayed-microbatches",
+        type=DELAYED_MICROBATCHES.parse,
+        default=DELAYED_MICROBATCHES.default,
+        metavar=DELAYED_MICROBATCHES.metavar,
+        help="the flag of that name, for the modes that have it (default fewest)",
+    )
+    parser.add_argument(
+        "--pipeline-extra-warmup",
+        type=int,
+        default=0,
+        metavar="E",
+        help="the flag of that name, for the modes that have it (default 0)",
+    )
     parser.add_argument(
         "--log-interval", type=int, default=1000000, help="iterations between log lines (none)"
     )
@@ -87,39 +79,61 @@ def main() -> int:
         choices=MODES,
         default=_DEFAULT,
         metavar="MODE",
-        help=f"some of {', '.join(MODES)} (default: all but the last)",
+        help=f"some of {', '.join(MODES)} (default: {', '.join(_DEFAULT)})",
     )
     parser.add_argument(
         "--max-ratio",
         type=float,
         metavar="R",
-        help="fail if deferred 2BW (or the misplaced one, if run) takes more than R of the ideal",
+        help="fail if a mode with a deferred update takes more than R of the ideal",
     )
     add_common(parser, iterations=6, repeats=3)
     args = parser.parse_args()
     if args.quick:
         args.stages, args.microbatches, args.iterations, args.repeats = 2, 2, 4, 1
         args.forward_ms, args.backward_ms, args.optimizer_ms = 50.0, 100.0, 30.0
-    modes = [name for name in dict.fromkeys(args.modes) if _possible(name, args)]
+    pace = Pace(
+        stages=args.stages,
+        microbatches=args.microbatches,
+        forward_ms=args.forward_ms,
+        backward_ms=args.backward_ms,
+        optimizer_ms=args.optimizer_ms,
+        latency_ms=args.latency_ms,
+        delayed_microbatches=args.delayed_microbatches,
+        extra_warmup=args.pipeline_extra_warmup,
+        tied=args.tied,
+        log_interval=args.log_interval,
+        iterations=args.iterations,
+        timeout=args.timeout,
+    )
+    modes: list[str] = []
+    for name in dict.fromkeys(args.modes):
+        reason = MODES[name].impossible(pace)
+        if reason is None:
+            modes.append(name)
+        else:
+            progress(f"{MODES[name].title} is left out: {reason}")
+    if not modes:
+        return 1
 
     measured: dict[str, list[Measurement]] = {name: [] for name in modes}
     for repeat in range(args.repeats):
         for name in modes:
             progress(f"repeat {repeat + 1} of {args.repeats}: {MODES[name].title} ...")
             try:
-                run = _run(MODES[name], args)
+                done = MODES[name].run(pace)
             except JobError as error:
                 progress(str(error))
                 return 1
-            measured[name].append(run)
-            progress(f"    {1e3 * run.seconds:.1f} ms per iteration")
-    rows = [_row(name, measured[name], args) for name in modes]
-    _report(rows, args)
+            measured[name].append(done)
+            progress(f"    {1e3 * done.seconds:.1f} ms per iteration")
+    rows = [_row(name, measured[name], pace, args.repeats) for name in modes]
+    _report(rows, pace, args)
     failed = [
         row
         for row in rows
         if args.max_ratio is not None
-        and row["mode"] in ("2bw", "2bw-misplaced")
+        and MODES[row["mode"]].hides_update
         and row["ratio_to_ideal"] > args.max_ratio
     ]
     for row in failed:
@@ -130,93 +144,33 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _possible(name: str, args: argparse.Namespace) -> bool:
+def _row(name: str, runs: list[Measurement], pace: Pace, repeats: int) -> dict[str, Any]:
     mode = MODES[name]
-    if mode.chunks > 1 and (args.stages < 2 or args.microbatches % args.stages):
-        progress(
-            f"{mode.title} is left out: it needs at least 2 stages and a multiple of "
-            f"{args.stages} microbatches"
-        )
-        return False
-    return True
-
-
-def _run(mode: Mode, args: argparse.Namespace) -> Measurement:
-    layers = 2 * args.stages  # The same model for all modes.
-    flags = gpt_flags(
-        layers=layers,
-        hidden_size=32,
-        heads=2,
-        seq_length=32,
-        vocab_size=128,
-        stages=args.stages,
-        microbatches=args.microbatches,
-        iterations=args.iterations,
-        tied=args.tied,
-        log_interval=args.log_interval,
-    )
-    flags += mode.flags
-    if mode.chunks > 1:
-        flags += ["--num-layers-per-virtual-pipeline-stage", str(2 // mode.chunks)]
-    return run_job(
-        ranks=args.stages,
-        flags=flags,
-        iterations=args.iterations,
-        timeout=args.timeout,
-        settings={
-            "forward_seconds": args.forward_ms / 1e3,
-            "backward_seconds": args.backward_ms / 1e3,
-            "optimizer_seconds": args.optimizer_ms / 1e3,
-            "chunks": mode.chunks,
-            **mode.settings,
-        },
-    )
-
-
-def _simulated(name: str, args: argparse.Namespace) -> float:
-    """Milliseconds per iteration that the simulator predicts."""
-    mode = MODES[name]
-    updates = mode.settings.get("update", True)
-    costs = Costs(
-        forward=args.forward_ms,
-        backward=args.backward_ms,
-        optimizer=args.optimizer_ms if updates else 0.0,
-    )
-    if mode.simulated is None:
-        pipeline = Pipeline(stages=args.stages)
-        lists = action_lists(misplaced_schedule(), pipeline, [args.microbatches] * 16)
-    else:
-        planned = candidate(mode.simulated)
-        lists = planned.lists(
-            planned.pipeline(stages=args.stages), microbatches=args.microbatches, iterations=16
-        )
-    return simulate(lists, costs).iteration_time
-
-
-def _row(name: str, runs: list[Measurement], args: argparse.Namespace) -> dict[str, Any]:
-    mode = MODES[name]
-    slots = args.microbatches * (args.forward_ms + args.backward_ms)
-    ideal = slots + (args.optimizer_ms if mode.settings.get("update", True) else 0.0)
-    times = Spread.of([1e3 * run.seconds for run in runs])
-    overhead = Spread.of([(1e3 * run.seconds - ideal) / args.microbatches for run in runs])
-    single = Spread.of([1e3 * seconds for run in runs for seconds in run.iteration_seconds])
+    ideal = ideal_ms(mode, pace)
+    times = Spread.of([1e3 * done.seconds for done in runs])
+    overhead = Spread.of([(1e3 * done.seconds - ideal) / pace.microbatches for done in runs])
+    single = Spread.of([1e3 * seconds for done in runs for seconds in done.iteration_seconds])
     # What the ranks computed within the slept times, in the slowest of them.
     computed = max(
         max(rank["forward"], default=0.0) + max(rank["backward"], default=0.0)
-        for run in runs
-        for rank in run.ranks
+        for done in runs
+        for rank in done.ranks
     )
     return {
         "mode": name,
-        "stages": args.stages,
-        "microbatches": args.microbatches,
-        "forward_ms": args.forward_ms,
-        "backward_ms": args.backward_ms,
-        "optimizer_ms": args.optimizer_ms,
-        "log_interval": args.log_interval,
-        "tied": args.tied,
-        "iterations": args.iterations,
-        "repeats": args.repeats,
+        "stages": pace.stages,
+        "microbatches": pace.microbatches,
+        "forward_ms": pace.forward_ms,
+        "backward_ms": pace.backward_ms,
+        "optimizer_ms": pace.optimizer_ms,
+        "latency_ms": pace.latency_ms,
+        "delayed_microbatches": pace.delayed_microbatches,
+        "extra_warmup": pace.extra_warmup,
+        "mean_delay": mode.mean_delay(pace),
+        "log_interval": pace.log_interval,
+        "tied": pace.tied,
+        "iterations": pace.iterations,
+        "repeats": repeats,
         "iteration_ms": times.median,
         "iteration_ms_low": times.low,
         "iteration_ms_high": times.high,
@@ -226,26 +180,29 @@ def _row(name: str, runs: list[Measurement], args: argparse.Namespace) -> dict[s
         "ratio_to_ideal": times.median / ideal,
         "ratio_low": times.low / ideal,
         "ratio_high": times.high / ideal,
-        "simulated_ratio": _simulated(name, args) / ideal,
+        "simulated_ratio": mode.simulated_ms(pace) / ideal,
         "excess_ms_per_microbatch": overhead.median,
         "longest_own_work_ms": 1e3 * computed,
     }
 
 
-def _report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def _report(rows: list[dict[str, Any]], pace: Pace, args: argparse.Namespace) -> None:
+    late = f", messages {pace.latency_ms:g} ms late" if pace.latency_ms else ""
+    extra = f", {pace.extra_warmup} more in flight" if pace.extra_warmup else ""
     print(
-        f"\np = {args.stages}, m = {args.microbatches}, t_f = {args.forward_ms:g} ms, "
-        f"t_b = {args.backward_ms:g} ms, t_opt = {args.optimizer_ms:g} ms, "
-        f"{'tied' if args.tied else 'untied'} embeddings, clipping on; "
-        f"median (lowest to highest) of {args.repeats} runs of {args.iterations} iterations\n"
+        f"\np = {pace.stages}, m = {pace.microbatches}, t_f = {pace.forward_ms:g} ms, "
+        f"t_b = {pace.backward_ms:g} ms, t_opt = {pace.optimizer_ms:g} ms{late}{extra}, "
+        f"{'tied' if pace.tied else 'untied'} embeddings, clipping on; "
+        f"median (lowest to highest) of {args.repeats} runs of {pace.iterations} iterations\n"
     )
-    table = [["mode", "ms per iteration", "ideal", "ratio to ideal", "simulated"]]
+    table = [["mode", "delay", "ms per iteration", "ideal", "ratio to ideal", "simulated"]]
     for row in rows:
         times = Spread(row["iteration_ms"], row["iteration_ms_low"], row["iteration_ms_high"])
         ratio = Spread(row["ratio_to_ideal"], row["ratio_low"], row["ratio_high"])
         table.append(
             [
                 MODES[row["mode"]].title,
+                f"{row['mean_delay']:.3g}",
                 times.show(1),
                 f"{row['ideal_ms']:.0f}",
                 ratio.show(3),
@@ -259,7 +216,7 @@ def _report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
                 f"\nFixed overhead, from the run without any update: "
                 f"{row['excess_ms_per_microbatch']:.2f} ms per microbatch"
             )
-        if row["longest_own_work_ms"] > args.forward_ms + args.backward_ms:
+        if row["longest_own_work_ms"] > pace.forward_ms + pace.backward_ms:
             print(
                 f"\nNote: {MODES[row['mode']].title}: a microbatch's own work took up to "
                 f"{row['longest_own_work_ms']:.0f} ms, more than its slot; use longer slots"
@@ -269,8 +226,8 @@ def _report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     if args.png:
         write_bars(
             args.png,
-            title=f"Time per iteration over the bubble-free ideal, p = {args.stages}, "
-            f"m = {args.microbatches}",
+            title=f"Time per iteration over the bubble-free ideal, p = {pace.stages}, "
+            f"m = {pace.microbatches}",
             unit="ratio to ideal",
             bars=[
                 (

@@ -17,6 +17,7 @@ from support.options import add_common
 from support.report import Spread, print_table, progress, write_bars, write_csv
 
 _ASYNCHRONOUS = ("--pipeline-schedule", "pipedream-2bw")
+_FRESH = ("--pipeline-schedule", "fresh-2bw")
 _SHARDED = ("--use-distributed-optimizer",)
 _REDUCE = ("--overlap-grad-reduce",)
 _GATHER = ("--overlap-param-gather",)
@@ -37,6 +38,13 @@ MODES = {
     "2bw-second-buffer": Mode(
         "2BW, both overlapped, second gradient buffer",
         (*_ASYNCHRONOUS, *_SHARDED, *_REDUCE, *_GATHER, "--second-grad-buffer"),
+    ),
+    "fresh-2bw-overlap": Mode(
+        "fresh-2bw, both overlapped", (*_FRESH, *_SHARDED, *_REDUCE, *_GATHER)
+    ),
+    "fresh-2bw-second-buffer": Mode(
+        "fresh-2bw, both overlapped, second gradient buffer",
+        (*_FRESH, *_SHARDED, *_REDUCE, *_GATHER, "--second-grad-buffer"),
     ),
 }
 
@@ -74,7 +82,7 @@ def main() -> int:
         args.forward_ms, args.backward_ms, args.optimizer_ms = 40.0, 80.0, 10.0
         args.delay_ms = 60.0
         if args.modes == list(MODES):
-            args.modes = ["1f1b", "2bw-overlap", "2bw-second-buffer"]
+            args.modes = ["1f1b", "2bw-overlap", "fresh-2bw-second-buffer"]
 
     runs: dict[str, list[tuple[Measurement, Measurement]]] = {name: [] for name in args.modes}
     for repeat in range(args.repeats):

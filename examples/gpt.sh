@@ -7,8 +7,9 @@
 #
 #     DATA            data and tokenizer flags (default: mock data)
 #     OUTPUT          folder for checkpoints, TensorBoard and W&B (default: runs/MODEL)
-#     SCHEDULE        pipedream-2bw (default), or default for Megatron's synchronous 1F1B
-#     CORRECTION      error-feedback (default with pipedream-2bw), another one, or none
+#     SCHEDULE        fresh-2bw (unless set), pipedream-2bw for the paper's, or default for
+#                     Megatron's synchronous 1F1B
+#     CORRECTION      error-feedback (unless set, if the schedule is asynchronous), another, or none
 #     OPTIMIZER       muon (default), adam, soap, lion, ...
 #     PIPELINE, TENSOR, MICRO_BATCH    instead of the model's own
 #     GPUS            GPUs a node (default: those that nvidia-smi lists, else 8)
@@ -75,7 +76,7 @@ if [ "$tensor" -gt 1 ]; then
     parallelism+=(--sequence-parallel)
 fi
 
-schedule="${SCHEDULE:-pipedream-2bw}"
+schedule="${SCHEDULE:-fresh-2bw}"
 asynchronous=(--log-pipeline-bubble)
 if [ "$schedule" != default ]; then
     asynchronous+=(

@@ -8,6 +8,10 @@ Megatron on CPU ranks.
 import runpy
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_async.replay.recorder import Recorder
 
 __all__ = ["main"]
 
@@ -42,6 +46,7 @@ def main(argv: list[str]) -> None:
     # As `python SCRIPT` has it: the script's folder comes first, not the current one. So a script
     # in a checkout of Megatron-LM runs with the Megatron of that checkout.
     sys.path.insert(0, str(script.resolve().parent))
+    recorder: Recorder | None = None
     if on_cpu:
         from megatron_async import cpu_backend
 
@@ -50,6 +55,7 @@ def main(argv: list[str]) -> None:
         except ValueError as error:
             raise SystemExit(f"megatron_async: {error}") from None
         cpu_backend.install()
+        recorder = _record(argv[1:])
     from megatron_async.config.startup import check_command_line, flags_in
 
     if flags_in(argv[1:]):
@@ -57,11 +63,23 @@ def main(argv: list[str]) -> None:
         from megatron_async import hooks
 
         hooks.install()
+        if recorder is not None:
+            from megatron_async.replay import record
+
+            record.mark_actions(recorder)
         if on_cpu:
             # Megatron's parser knows the flag now, and prints it among the arguments.
             argv.append("--cpu")
     sys.argv = argv
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _record(argv: list[str]) -> "Recorder | None":
+    """Begin to record what is enqueued, if the command line asks for it."""
+    from megatron_async.replay import record
+
+    directory = record.directory_in(argv)
+    return None if directory is None else record.install(Path(directory))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from megatron_async import schedules
+from support.late_messages import Table, delay_messages
 from support.misplaced import misplaced_schedule
+from support.record import Record, stretched
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class Settings:
     update: bool = True
     """False: batches are never applied (asynchronous schedules only), nothing crosses stages but
     activations and their gradients."""
+    latency_seconds: float = 0.0
+    """Each message between stages arrives this much later."""
     reduce_delay_seconds: float = 0.0
     """Each data-parallel collective arrives this much later."""
     synchronize: bool = False
@@ -48,27 +52,6 @@ class Settings:
     """Count the tensors that are alive after the last iteration."""
 
 
-@dataclasses.dataclass
-class Record:
-    """What one rank measured; seconds of the machine-wide monotonic clock."""
-
-    ends: list[float] = dataclasses.field(default_factory=list)
-    """When each iteration's train_step ended."""
-    forward: list[float] = dataclasses.field(default_factory=list)
-    """How long each forward took, without the added sleep."""
-    backward: list[float] = dataclasses.field(default_factory=list)
-    optimizer: list[float] = dataclasses.field(default_factory=list)
-    step: list[float] = dataclasses.field(default_factory=list)
-    """How long each of Megatron's ``optimizer.step()`` took: norm, clipping, the optimizer, and
-    waiting for the other ranks. Empty where a schedule puts its own in that place."""
-    collectives: int = 0
-    """Data-parallel collectives that were delayed."""
-    tensor_bytes: int = 0
-    """Of all tensors alive at the end, each storage counted once."""
-    peak_bytes: int = 0
-    """The device allocator's peak, or the process's peak resident size on a CPU rank."""
-
-
 def main() -> None:
     settings = Settings(**json.loads(os.environ["BENCHMARK_SETTINGS"]))
     record = Record()
@@ -77,6 +60,15 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     _pace(settings, record)
     _delay_collectives(settings, record)
+    if settings.latency_seconds:
+        delay_messages(
+            Table(
+                Path(settings.output) / "messages",
+                rank=int(os.environ["RANK"]),
+                ranks=int(os.environ["WORLD_SIZE"]),
+                seconds=settings.latency_seconds,
+            )
+        )
     _mark_iterations(settings, record)
     _time_step(record)
     if not settings.update:
@@ -88,37 +80,7 @@ def main() -> None:
     try:
         train()
     finally:
-        rank = int(os.environ.get("RANK", "0"))
-        path = Path(settings.output) / f"rank{rank}.json"
-        path.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
-
-
-def _paced(
-    original: Callable[..., Any],
-    seconds: float | None,
-    times: list[float],
-    *,
-    sleep_first: bool = False,
-) -> Any:
-    """The function, timed, and made to take at least some seconds.
-
-    Args:
-        sleep_first: sleep ahead of it as long as the last call left, and only the rest behind it.
-    """
-
-    @functools.wraps(original)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        end = None if seconds is None else time.monotonic() + seconds
-        if seconds is not None and sleep_first and times:
-            time.sleep(max(seconds - times[-1], 0.0))
-        start = time.monotonic()
-        result = original(*args, **kwargs)
-        times.append(time.monotonic() - start)
-        if end is not None:
-            time.sleep(max(end - time.monotonic(), 0.0))
-        return result
-
-    return timed
+        record.write(settings.output, rank=int(os.environ.get("RANK", "0")))
 
 
 def _pace(settings: Settings, record: Record) -> None:
@@ -130,8 +92,8 @@ def _pace(settings: Settings, record: Record) -> None:
         return None if seconds is None else seconds / settings.chunks
 
     forward, backward = share(settings.forward_seconds), share(settings.backward_seconds)
-    schedules.forward_step = _paced(schedules.forward_step, forward, record.forward)
-    schedules.backward_step = _paced(
+    schedules.forward_step = stretched(schedules.forward_step, forward, record.forward)
+    schedules.backward_step = stretched(
         schedules.backward_step,
         backward,
         record.backward,
@@ -153,7 +115,7 @@ def _pace(settings: Settings, record: Record) -> None:
 def _time_step(record: Record) -> None:
     from megatron.core.optimizer import optimizer
 
-    optimizer.ChainedOptimizer.step = _paced(optimizer.ChainedOptimizer.step, None, record.step)
+    optimizer.ChainedOptimizer.step = stretched(optimizer.ChainedOptimizer.step, None, record.step)
 
 
 class _Outermost:
@@ -171,7 +133,7 @@ class _Outermost:
                 return original(*args, **kwargs)
             self._inside = True
             try:
-                return _paced(original, self._seconds, self._times)(*args, **kwargs)
+                return stretched(original, self._seconds, self._times)(*args, **kwargs)
             finally:
                 self._inside = False
 

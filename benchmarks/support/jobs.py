@@ -39,7 +39,7 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What all ranks of a job measured: `instrumented_gpt.Record` of each, as dictionaries."""
+    """What all ranks of a job measured: `record.Record` of each, as dictionaries."""
 
     ranks: Sequence[dict[str, Any]]
     iterations: int
@@ -122,16 +122,20 @@ def run_job(
     timeout: float,
     settings: dict[str, Any] | None = None,
     on_cpu: bool = True,
+    script: Path = _SCRIPT,
+    launched: bool = True,
 ) -> Measurement:
-    """Train through the package's launcher and return what was measured.
+    """Train and return what was measured.
 
     Args:
         ranks: Processes, all on this machine.
         flags: The training script's, see `gpt_flags`.
         iterations: How many are measured.
         timeout: Seconds until the job is stopped.
-        settings: Of `instrumented_gpt.Settings`, without `output`.
+        settings: Of the script's `Settings`, without `output`.
         on_cpu: CPU ranks; else one GPU a rank.
+        script: What trains.
+        launched: By the package's launcher; else the script is run as it stands.
 
     Raises:
         JobError: see there.
@@ -140,7 +144,9 @@ def run_job(
         output, logs = Path(folder) / "output", Path(folder) / "logs"
         output.mkdir()
         command = [*torchrun(ranks), "--log-dir", str(logs), "--redirects", "3"]
-        command += ["-m", "megatron_async", *(["--cpu"] if on_cpu else []), str(_SCRIPT), *flags]
+        if launched:
+            command += ["-m", "megatron_async", *(["--cpu"] if on_cpu else [])]
+        command += [str(script), *flags]
         path = filter(None, [str(_REPOSITORY), str(_BENCHMARKS), os.environ.get("PYTHONPATH")])
         environment = {
             **rank_environment(),

@@ -37,6 +37,7 @@ from megatron_async.checkpoint.files import (
 from megatron_async.checkpoint.state import STATE, leaving_text, packed, unpacked
 from megatron_async.checkpoint.weights import (
     PREVIOUS,
+    check_experts,
     check_parameters,
     named_parameters,
     previous_weights,
@@ -145,6 +146,8 @@ def load_base_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any
     if isinstance(run.checkpoint, _Loading) and state_dict is not None:
         run.checkpoint.found(state_dict, directory=directory, release=release)
         legacy = kind is megatron_checkpointing.CheckpointType.LEGACY
+        if not legacy and run.checkpoint.running is not None:
+            check_experts(settings, state_dict.get("args"), directory)
         # With rank0 it is the first stage's file, on all ranks.
         own = legacy and not call.get("rank0", False)
         if own:

@@ -1,6 +1,7 @@
 """The weights of an asynchronous run as a checkpoint holds them: the version before the newest,
 beside Megatron's own entry with the newest one."""
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_async.runtime.engine import Engine
 
-__all__ = ["PREVIOUS", "check_parameters", "named_parameters", "previous_weights"]
+__all__ = ["PREVIOUS", "check_experts", "check_parameters", "named_parameters", "previous_weights"]
 
 PREVIOUS = "megatron_async_previous"
 """Entry of the state dict with the weights of the version before the newest; prefix of its keys in
@@ -85,3 +86,34 @@ def check_parameters(running: Engine, saved: Any, directory: str) -> None:
                 "model, or of another layout; only --ckpt-format torch_dist can be loaded by "
                 "another number of stages"
             )
+
+
+def check_experts(
+    args: argparse.Namespace, saved: argparse.Namespace | None, directory: str
+) -> None:
+    """Refuse a torch_dist checkpoint whose optimizer Megatron cannot read for its experts.
+
+    Megatron chains an optimizer of its own for the experts where they are spread over ranks
+    (``_get_megatron_optimizer_based_on_param_groups`` in megatron/core/optimizer/__init__.py), and
+    fails with a count of its entries or a missing key.
+
+    Args:
+        args: Megatron's, of this run.
+        saved: those of the run that saved; None if the checkpoint has none.
+        directory: that of the checkpoint.
+
+    Raises:
+        RuntimeError: one of the two runs has expert parallelism and the other has not.
+    """
+    if saved is None or not args.num_experts or args.no_load_optim or args.finetune:
+        return
+    before = getattr(saved, "expert_model_parallel_size", 1)
+    now = args.expert_model_parallel_size
+    if (before == 1) != (now == 1):
+        raise RuntimeError(
+            f"megatron_async: the checkpoint in {directory} was saved with "
+            f"--expert-model-parallel-size {before}, and Megatron cannot read its optimizer with "
+            f"{now}: it keeps the experts' state apart only where they are spread over ranks. "
+            f"Go on with --expert-model-parallel-size {before}, or take the weights alone with "
+            "--no-load-optim --no-load-rng."
+        )

@@ -28,7 +28,8 @@ def _correction_help() -> str:
     parts = [f"'{each.name}' {each.summary}" for each in CORRECTIONS]
     return (
         f"Correction of the update for the delay of its gradient. {'; '.join(parts)}. Each keeps "
-        f"one buffer of the main parameters' size. One of: {', '.join(CORRECTIONS.names)}."
+        f"one buffer of the main parameters' size, or two with an adaptive strength. One of: "
+        f"{', '.join(CORRECTIONS.names)}."
     )
 
 
@@ -108,11 +109,27 @@ def _own_flags() -> tuple[Flag, ...]:
             "with every schedule, and slows the run down.",
         ),
         Flag(
+            name="--log-enqueues",
+            metavar="DIR",
+            help="With --cpu: write what each rank would enqueue on a GPU (kernels, collectives, "
+            "events, waits) to DIR, a file for each rank, for `megatron-async replay`. Works with "
+            "every schedule, and slows the run down.",
+        ),
+        Flag(
             name="--second-grad-buffer",
             switch=True,
             default=False,
             help="Keep a second full-size gradient buffer, so that the data-parallel reduction of "
             "a batch runs wholly under the next batch. Costs 4 bytes per parameter in fp32.",
+        ),
+        Flag(
+            name="--ddp-bucket-all-stages",
+            switch=True,
+            default=False,
+            help="With --overlap-grad-reduce: reduce gradients bucket by bucket on every pipeline "
+            "stage. Megatron does so on the first one alone, and on the others reduces all at the "
+            "end, where a synchronous schedule has a bubble and an asynchronous one has none. "
+            "Slower with CUDA_DEVICE_MAX_CONNECTIONS=1, see docs/gpu.md.",
         ),
     )
 

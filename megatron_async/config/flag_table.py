@@ -23,7 +23,8 @@ __all__ = ["OPTIONAL_GROUPS", "FlagRow", "Status", "compare", "load", "main", "r
 Status = Literal["works", "rejected", "irrelevant"]
 
 OPTIONAL_GROUPS: Final = frozenset({"kitchen", "new in 0.20"})
-"""Groups of flags that the installed Megatron need not have."""
+"""Groups of flags that the installed Megatron need not have: those of another package or
+release."""
 
 
 _HEAD: Final = """\
@@ -31,8 +32,8 @@ _HEAD: Final = """\
 # Megatron's flags under an asynchronous schedule
 
 All {count} flags of Megatron {release}, those that 0.20 adds included, sorted by what becomes of
-them with `--pipeline-schedule pipedream-2bw`, and with `pipedream` where nothing else is said.
-With the default schedule none is rejected.
+them with `--pipeline-schedule fresh-2bw` or `pipedream-2bw`, and with `paci` and `pipedream` where
+nothing else is said. With the default schedule none is rejected.
 
 - **works** ({works}): has to do with the schedule, the update or checkpoints, and is accepted.
   Sorted by reading Megatron's code; *not tested* says that no test runs with it.

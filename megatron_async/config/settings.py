@@ -36,7 +36,9 @@ class AsyncConfig:
     grad_norm_scope: str = "global"
     log_bubble: bool = False
     log_fingerprints: str | None = None
+    log_enqueues: str | None = None
     second_grad_buffer: bool = False
+    bucket_all_stages: bool = False
     extra_warmup: int = 0
 
     @classmethod
@@ -59,7 +61,9 @@ class AsyncConfig:
             grad_norm_scope=values["grad_norm_scope"],
             log_bubble=values["log_pipeline_bubble"],
             log_fingerprints=values["log_fingerprints"],
+            log_enqueues=values["log_enqueues"],
             second_grad_buffer=values["second_grad_buffer"],
+            bucket_all_stages=values["ddp_bucket_all_stages"],
             extra_warmup=values["pipeline_extra_warmup"],
         )
 

@@ -55,8 +55,6 @@ class AdaptiveErrorFeedback(DelayCorrection):
         strength: the largest lambda.
     """
 
-    name = "error-feedback"
-
     def __init__(self, optimizer: torch.optim.Optimizer, *, strength: float = 1.0) -> None:
         super().__init__(optimizer, strength=strength, state_keys=(UPDATE, LOOK_AHEAD))
 

@@ -11,7 +11,7 @@ stay equal.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,9 +71,6 @@ class DelayCorrection(ABC):
     Raises:
         TypeError: the optimizer is not a ``torch.optim.Optimizer``.
     """
-
-    name: ClassVar[str]
-    """Value of ``--delay-correction``."""
 
     def __init__(
         self,

@@ -50,8 +50,6 @@ class DelayCompensation(DelayCorrection):
         adaptive: divide lambda by the root mean square of the gradient.
     """
 
-    name = "delay-compensation"
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, strength: float = 1.0, adaptive: bool = False
     ) -> None:

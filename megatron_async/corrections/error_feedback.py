@@ -38,8 +38,6 @@ class ErrorFeedback(DelayCorrection):
         strength: lambda.
     """
 
-    name = "error-feedback"
-
     def __init__(self, optimizer: torch.optim.Optimizer, *, strength: float = 1.0) -> None:
         super().__init__(optimizer, strength=strength, state_keys=(UPDATE,))
 

@@ -53,8 +53,6 @@ class Nesterov(DelayCorrection):
         ValueError: the momentum is out of range.
     """
 
-    name = "nesterov"
-
     def __init__(self, optimizer: torch.optim.Optimizer, *, momentum: float = 0.99) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"--delay-correction-momentum must be in [0, 1), got {momentum}")

@@ -43,8 +43,6 @@ class WeightPrediction(DelayCorrection):
         strength: s; 1 predicts the weights of as many steps later as the gradient is late.
     """
 
-    name = "weight-prediction"
-
     def __init__(self, optimizer: torch.optim.Optimizer, *, strength: float = 1.0) -> None:
         super().__init__(optimizer, strength=strength, state_keys=(LOOK_AHEAD,))
 

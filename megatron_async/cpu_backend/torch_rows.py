@@ -20,14 +20,14 @@ import torch.utils.data
 
 from megatron_async.megatron.replaced import Replacement, constant
 
-__all__ = ["Event", "Stream", "torch_rows"]
+__all__ = ["FACTORIES", "TENSOR_FACTORIES", "Event", "Stream", "names_cuda", "torch_rows"]
 
 _CPU = torch.device("cpu")
 _VERSIONS = ">=2.6"
 # From this compute capability on, Megatron takes bfloat16 and all of its own code to be supported.
 _COMPUTE_CAPABILITY = (8, 0)
 
-_FACTORIES = [
+FACTORIES = [
     "arange",
     "as_tensor",
     "asarray",
@@ -54,13 +54,15 @@ _FACTORIES = [
     "zeros",
     "zeros_like",
 ]
-_TENSOR_FACTORIES = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
+"""Functions of torch that make a tensor on a device."""
+TENSOR_FACTORIES = ["new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
+"""Likewise, methods of a tensor."""
 
 
 # ---------------------------------------------------------------------------------------- devices
 
 
-def _names_cuda(device: Any) -> bool:
+def names_cuda(device: Any) -> bool:
     """Whether ``device`` means a GPU: an index (``torch.cuda.current_device()``) does too."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -72,7 +74,7 @@ def _names_cuda(device: Any) -> bool:
 def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def factory(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and _names_cuda(kwargs["device"]):
+        if "device" in kwargs and names_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
         return original(*args, **kwargs)
 
@@ -82,9 +84,9 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and _names_cuda(args[0]):
+        if args and names_cuda(args[0]):
             args = (_CPU, *args[1:])
-        if _names_cuda(kwargs.get("device")):
+        if names_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         return original(self, *args, **kwargs)
 
@@ -294,8 +296,8 @@ def torch_rows() -> list[Replacement]:
     tensor, cuda = "torch:Tensor", "torch.cuda"
 
     on_host = "device='cuda', a CUDA device or a device's index means host memory"
-    rows = [_row("torch", name, _factory, on_host) for name in _FACTORIES]
-    rows += [_row(tensor, name, _factory, on_host) for name in _TENSOR_FACTORIES]
+    rows = [_row("torch", name, _factory, on_host) for name in FACTORIES]
+    rows += [_row(tensor, name, _factory, on_host) for name in TENSOR_FACTORIES]
     rows += [
         _row(tensor, "to", _to, on_host),
         _row(tensor, "cuda", _same_tensor, on_host),

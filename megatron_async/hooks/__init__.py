@@ -2,11 +2,12 @@
 
 Each row names the attribute, what replaces it, why, and the releases of megatron-core it holds for;
 it stands beside the function that makes the replacement, in the module of Megatron's area:
-:mod:`.arguments`, :mod:`.schedule`, :mod:`.optimizer`, :mod:`.training_loop`, :mod:`.logs`,
-:mod:`.moe`, :mod:`.checkpoints`, :mod:`.datasets`. A replacement is made from the original and
-calls it; with ``--pipeline-schedule default`` every one of them does what the original does.
-Modules that need Megatron are imported when a replacement runs: the table is made before Megatron
-is. :func:`install` refuses to work on modules that bound a name before it was replaced.
+:mod:`.arguments`, :mod:`.schedule`, :mod:`.data_parallel`, :mod:`.optimizer`,
+:mod:`.training_loop`, :mod:`.logs`, :mod:`.moe`, :mod:`.checkpoints`, :mod:`.datasets`. A
+replacement is made from the original and calls it; with ``--pipeline-schedule default`` every one
+of them does what the original does. Modules that need Megatron are imported when a replacement
+runs: the table is made before Megatron is. :func:`install` refuses to work on modules that bound a
+name before it was replaced.
 """
 
 import sys
@@ -14,6 +15,7 @@ import sys
 from megatron_async.hooks import (
     arguments,
     checkpoints,
+    data_parallel,
     datasets,
     logs,
     moe,
@@ -29,6 +31,7 @@ __all__ = ["HOOKS", "install", "installed"]
 
 HOOKS: tuple[Replacement, ...] = (
     *arguments.ROWS,
+    *data_parallel.ROWS,
     *optimizer.ROWS,
     *schedule.ROWS,
     *training_loop.ROWS,

@@ -125,6 +125,17 @@ def _settled(original: Any) -> Any:
     return read_weights
 
 
+def _validate_result(original: Any) -> Any:
+    @functools.wraps(original)
+    def validate_result(self: Any, *args: Any, fatal: bool = True, **kwargs: Any) -> None:
+        from megatron_async.runtime.run import run
+
+        if not (run.deferring and fatal):
+            original(self, *args, fatal=fatal, **kwargs)
+
+    return validate_result
+
+
 ROWS = (
     row(
         TRAINING,
@@ -161,6 +172,13 @@ ROWS = (
         "evaluate",
         _keep_random_state,
         "training goes on from the random state that it had before an evaluation",
+    ),
+    row(
+        "megatron.core.rerun_state_machine:RerunStateMachine",
+        "validate_result",
+        _validate_result,
+        "waits for the device in the loss of each microbatch; a loss that is no number makes a "
+        "gradient norm that is none, which ends the run before the update is published",
     ),
     row(
         TRAINING,

@@ -14,6 +14,7 @@ __all__ = [
     "emerging_optimizers",
     "gradients_for_norm",
     "inner_optimizers",
+    "keep_loss_scale_on_host",
     "main_parameters_of",
     "model_parameters",
     "owns_layer_wise",
@@ -130,6 +131,20 @@ def statistics_groups(optimizer: Any) -> list[Any]:
     if getattr(optimizer, "is_stub_optimizer", False):
         return []
     return [optimizer.get_grad_stats_parallel_group()]
+
+
+def keep_loss_scale_on_host(optimizer: Any) -> None:
+    """Let a loss scale that never changes be a number on the host.
+
+    Megatron's loop reads it in every iteration, and so waits for the device (``train`` in
+    megatron/training/training.py). It changes with fp16 alone.
+    """
+    leaves = inner_optimizers(optimizer)
+    if any(getattr(leaf, "grad_scaler", None) is not None for leaf in leaves) or not leaves:
+        return
+    # Without dimensions: it is multiplied with losses on the device.
+    scale = torch.tensor(float(optimizer.get_loss_scale()), device="cpu")
+    optimizer.get_loss_scale = lambda: scale
 
 
 def gradients_for_norm(leaf: Any, parameters: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for prediction in predictions
             if prediction.problem is None
         }
-        _print_memory(memory, shape, layout, args, sys.stdout)
+        _print_memory(memory, layout, args, sys.stdout)
     else:
         print("\nFor the memory, give --layers, --hidden-size and --heads.")
     if args.csv:
@@ -449,7 +449,6 @@ def _memory(
 
 def _print_memory(
     memory: dict[str, list[StageMemory]],
-    shape: ModelShape,
     layout: Layout,
     args: argparse.Namespace,
     out: TextIO,

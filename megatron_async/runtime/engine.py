@@ -17,7 +17,11 @@ from megatron.core.utils import get_model_config
 from megatron_async.config.settings import AsyncConfig
 from megatron_async.corrections.base import DelayCorrection
 from megatron_async.megatron import training
-from megatron_async.megatron.optimizers import inner_optimizers, model_parameters
+from megatron_async.megatron.optimizers import (
+    inner_optimizers,
+    keep_loss_scale_on_host,
+    model_parameters,
+)
 from megatron_async.megatron.pipeline import tied_embedding
 from megatron_async.runtime import random_state
 from megatron_async.runtime.counters.bubble import IdleCounter
@@ -80,6 +84,7 @@ class Engine:
         it were forwarded ahead. Else the present state is that."""
         self._synchronous_step: Callable[[], Any] = optimizer.step
         optimizer.step = self.step
+        keep_loss_scale_on_host(optimizer)
 
         model_config = get_model_config(self.model_chunk)
         # A device-wide synchronisation after every P2P operation would also wait for the update's
@@ -184,7 +189,8 @@ class Engine:
             counters.append(IdleCounter(run.bubble))
         writes = bool(self.args.tensorboard_dir or getattr(self.args, "wandb_project", ""))
         if self.config.corrected and writes:
-            counters.append(CorrectionRatio(self.corrections))
+            interval = self.args.tensorboard_log_interval
+            counters.append(CorrectionRatio(self.corrections, interval=interval))
         return counters
 
     def _make_deferred(self, model_config: Any) -> DeferredUpdate:
@@ -300,10 +306,17 @@ class Engine:
 
     def _start(self) -> None:
         """Begin the asynchronous segment: the weights of this moment are version 0."""
-        self.asynchronous_now = True
+        self._go_asynchronous()
         self.weights.restart(newest=0)
         for correction in self.corrections:
             correction.enable()
+
+    def _go_asynchronous(self) -> None:
+        self.asynchronous_now = True
+        if self.pipeline.deferred:
+            # They synchronise the device, bucket by bucket amid the last backward; the update
+            # checks the norm of them all.
+            self.model_chunk.ddp_config.check_for_nan_in_grad = False
 
     def _check_lists(self, microbatches: int, following: int) -> None:
         """Check the lists that all stages are about to run.
@@ -353,7 +366,7 @@ class Engine:
             state: see :meth:`state_dict`.
             corrected: whether the correction goes on, with its buffers; otherwise it starts anew.
         """
-        self.asynchronous_now = True
+        self._go_asynchronous()
         self.interpreter.batch = state["batch"]
         report = state["report"]
         self.updates.resume(None if report is None else UpdateReport(**report))

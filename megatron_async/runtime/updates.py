@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_async.corrections.base import DelayCorrection
-from megatron_async.megatron.data_parallel import finish_param_gathers
+from megatron_async.megatron.data_parallel import start_param_gathers
 from megatron_async.runtime.counters.counter import Counters
 from megatron_async.runtime.counters.moe_metrics import MoEMetrics
 from megatron_async.runtime.interpreter import Handler
@@ -75,6 +75,8 @@ class Updates:
         """The version that was made and whose gather was not started yet."""
         self._gathering: int | None = None
         """The version whose gather is under way."""
+        self._gathers: list[Any] = []
+        """What is to be waited for."""
 
     @property
     def handlers(self) -> dict[Kind, Handler]:
@@ -86,11 +88,6 @@ class Updates:
             Kind.START_GATHER: self._start_gather,
             Kind.FINISH_GATHER: self._finish_gather,
         }
-
-    @property
-    def unlaunched(self) -> int | None:
-        """The batch whose gradients are there and whose update was not launched yet."""
-        return self._unlaunched
 
     def will_run(
         self, batch: int, *, iteration: int, num_microbatches: int, hyperparameters: Scheduled
@@ -125,7 +122,7 @@ class Updates:
             self.reports = [report]
             stagewise = report.stagewise
             if self._moe is not None and stagewise is not None and len(stagewise) == self._moe.size:
-                self._moe.set_totals(stagewise)
+                self._moe.resume(stagewise)
 
     def settle(self, finish_reduction: Callable[[int], None]) -> None:
         """Do all that is pending: the newest version is then that of the last batch, complete.
@@ -146,7 +143,9 @@ class Updates:
             version = self._ungathered
             self._start_gather(Action(stage=0, kind=Kind.START_GATHER, batch=-1, version=version))
         if self._gathering is not None:
-            finish_param_gathers(self._model_chunk)
+            for work in self._gathers:
+                work.wait()
+            self._gathers = []
             self._gathering = None
 
     # Actions
@@ -174,7 +173,7 @@ class Updates:
             return
         self.finish_gather()
         self._before_step(self._deferred.pending_batch)
-        report = self._deferred.complete(check_finite=self._args.check_for_nan_in_loss_and_grad)
+        report = self._deferred.complete()
         assert report is not None
         self._made(report)
 
@@ -196,7 +195,7 @@ class Updates:
     def _start_gather(self, action: Action) -> None:
         if self._ungathered != action.version:
             return  # Gathered early.
-        self._model_chunk.start_param_sync()
+        self._gathers = start_param_gathers(self._model_chunk)
         self._gathering, self._ungathered = self._ungathered, None
         if self._weights.count > 1:
             # Until it is complete, nobody is to find it in the model.
@@ -210,6 +209,7 @@ class Updates:
         iteration, num_microbatches, _ = self._ran[batch]
         for correction in self._corrections:
             correction.delay = self._staleness(num_microbatches)
+        self._counters.before_update(iteration)
         if run.fingerprints is not None:
             run.fingerprints.begin(iteration=iteration, version=batch + 1)
 

@@ -25,7 +25,7 @@ __all__ = ["DEFAULT", "RECOMMENDED", "SCHEDULES", "Schedule", "asynchronous_name
 DEFAULT = "default"
 """What ``--pipeline-schedule`` calls Megatron's own selection."""
 
-RECOMMENDED = PIPEDREAM_2BW.name
+RECOMMENDED = FRESH_2BW.name
 """The asynchronous schedule that messages and defaults name."""
 
 SCHEDULES: Registry[Schedule] = Registry(

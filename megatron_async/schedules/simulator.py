@@ -311,7 +311,8 @@ class _Run:
         if stage == 0:
             if not everyone:
                 return None
-            end = self.totals[action.batch] = max(now, max(arrivals.values()) + message)
+            posted = [at for other, at in arrivals.items() if other != 0]
+            end = self.totals[action.batch] = max(now, max(posted, default=now) + message)
         else:
             end = now
         return Event(action, now, end, end, end)

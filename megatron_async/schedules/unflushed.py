@@ -143,11 +143,16 @@ class _Builder:
             if i == call.microbatches - 1:
                 self.plain(Kind.START_REDUCTION, call.batch)
             self.actions.append(self.act(Kind.BACKWARD, i))
-            if pipeline.reduce_late and i == 0 and not call.first:
-                self.launch(call.batch - 1)
-            if pipeline.deferred and not call.first and i == self.complete_at:
+            launches = pipeline.reduce_late and i == 0 and not call.first
+            completes = pipeline.deferred and not call.first and i == self.complete_at
+            if completes and not launches:
                 self.step(Kind.COMPLETE_UPDATE, call.batch - 1)
             link.after_backward(index, i)
+            if launches:
+                # Not before: what the update posts may wait for stages that wait for this backward.
+                self.launch(call.batch - 1)
+                if completes:  # on the first stage alone, which receives nothing there
+                    self.step(Kind.COMPLETE_UPDATE, call.batch - 1)
         self.end()
         return self.actions
 

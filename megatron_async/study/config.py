@@ -114,11 +114,6 @@ class Dataset:
     kind: str
     paths: tuple[str, ...] = ()
 
-    @property
-    def of_bytes(self) -> bool:
-        """Whether the study makes the dataset, with the byte tokenizer."""
-        return self.kind in ("stdlib", "package", "files")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:

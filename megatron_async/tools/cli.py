@@ -16,7 +16,9 @@ COMMANDS = {
     "study": ("megatron_async.study.command", "what a delay costs: a grid of trainings, a report"),
     "plan": ("megatron_async.planning.plan", "memory and time of a model and layout"),
     "timeline": ("megatron_async.planning.timeline", "draw a schedule's order of actions"),
+    "replay": ("megatron_async.replay.command", "show what a run on CPU ranks would do on GPUs"),
     "compare": ("megatron_async.tools.compare", "name where two runs part"),
+    "gpu-check": ("megatron_async.gpu_check.command", "try the GPUs of this machine: a table"),
     "doctor": ("megatron_async.tools.doctor", "check the installation and say what to fix"),
 }
 """Name of a command: the module whose ``main(argv)`` runs it, and what it does."""

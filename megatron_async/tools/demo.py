@@ -160,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         "--quick is too short to compare the losses: run it without for that."
         if args.quick
-        else demo_report.verdict(results)
+        else f"{demo_report.verdict(results)}\n{demo_report.time_to_loss(results)}"
     )
     print(f"\n{minutes} min {seconds} s. Wrote {', '.join(map(str, files))} and the runs' logs.")
     return 0

@@ -1,6 +1,7 @@
 """The demo's results as a table, a CSV file and a picture."""
 
 import csv
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +9,10 @@ from pathlib import Path
 
 from megatron_async.tools.training_log import TrainingLog
 
-__all__ = ["Result", "table", "verdict", "write"]
+__all__ = ["Result", "table", "time_to_loss", "verdict", "write"]
 
 _WARM_UP = 3  # iterations that are left out of times: the first ones also set things up
+_LAST = 10  # iterations whose mean training loss is "the loss" at some point of a run
 _SPAN = 2  # a plotted point is the mean of so many iterations before, after, and its own
 
 
@@ -82,12 +84,42 @@ def verdict(results: Sequence[Result]) -> str:
     )
 
 
+def time_to_loss(results: Sequence[Result]) -> str:
+    """How long each run needs to the training loss that the synchronous one ends with.
+
+    The loss is the mean of ten iterations; an iteration takes a run its median time. Learning rates
+    decay to the end, so that a run that lags behind may never get there.
+
+    Args:
+        results: the synchronous one first.
+    """
+    target = list(_recent(results[0]).values())[-1]
+    parts = []
+    for result in results:
+        means = _recent(result)
+        reached = next((number for number, mean in means.items() if mean <= target), None)
+        time = "not reached" if reached is None else f"{reached * result.seconds:.1f} s"
+        parts.append(f"{result.title} {time}")
+    return f"Time to the synchronous run's last training loss, {target:.4f}: {', '.join(parts)}."
+
+
 def write(results: Sequence[Result], folder: Path) -> list[Path]:
     """Write ``losses.csv`` and ``losses.png`` and return their paths."""
     paths = [folder / "losses.csv", folder / "losses.png"]
     _write_csv(results, paths[0])
     _write_png(results, paths[1])
     return paths
+
+
+def _recent(result: Result) -> dict[int, float]:
+    """Mean training losses of the last iterations, by the number of the iteration."""
+    ones = result.log.iterations
+    # A loss that is not a number is logged as none; nothing is below it.
+    losses = [math.inf if one.loss is None else one.loss for one in ones]
+    return {
+        one.number: statistics.fmean(losses[max(0, index + 1 - _LAST) : index + 1])
+        for index, one in enumerate(ones)
+    }
 
 
 def _write_csv(results: Sequence[Result], path: Path) -> None:

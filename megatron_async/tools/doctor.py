@@ -1,5 +1,7 @@
 """``megatron-async doctor``: what is installed, what of it is supported, and what to fix.
 
+With a training command behind ``--`` it says instead whether that will run asynchronously.
+
 The supported versions are those that the package itself declares (pyproject.toml). The hooks are
 checked by looking up every attribute that they would replace; nothing is replaced.
 """
@@ -78,9 +80,33 @@ def examine() -> Iterator[Finding]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; the exit status is 1 if something has to be fixed."""
-    parser = argparse.ArgumentParser(prog="megatron-async doctor", description=__doc__)
-    parser.parse_args(argv)
+    """Print the report; the exit status is 1 if something has to be fixed, or if the command is
+    refused, and 2 if it cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-async doctor",
+        usage="%(prog)s [-h]\n       %(prog)s [--world-size N] -- COMMAND",
+        description="Say what is installed, what of it is supported, and what to fix. With a "
+        "training command, say whether it will run asynchronously, what is refused and why, what "
+        "is unwise, and what gain, delay and memory to expect. Nothing is started.",
+        epilog="Exit status: 0 if all is in order, 1 if not, 2 if the command cannot be read.",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks of the run, where the command does not say it",
+    )
+    parser.add_argument(
+        "command",
+        nargs="*",
+        metavar="COMMAND",
+        help="such as `torchrun --nproc-per-node 8 -m megatron_async pretrain_gpt.py ...`",
+    )
+    args = parser.parse_args(argv)
+    if args.command:
+        return _diagnose(args.command, args.world_size)
+    if "--" in argv or args.world_size is not None:
+        parser.error("the training command is missing; it stands behind --")
     failed = False
     logging.disable(logging.WARNING)
     try:
@@ -93,6 +119,23 @@ def main(argv: Sequence[str]) -> int:
         logging.disable(logging.NOTSET)
     print("Something has to be fixed, see FAIL." if failed else "Ready to train.")
     return int(failed)
+
+
+def _diagnose(words: Sequence[str], world_size: int | None) -> int:
+    from megatron_async.tools.training_command import CommandError, read_command
+
+    try:
+        command = read_command(words, world_size=world_size)
+    except CommandError as error:
+        print(f"megatron-async doctor: {error}", file=sys.stderr)
+        return 2
+    # Imported here: they take Megatron along.
+    from megatron_async.tools.diagnosis import print_diagnosis
+    from megatron_async.tools.verdict import judge
+
+    verdict = judge(command)
+    print_diagnosis(command, verdict, sys.stdout)
+    return 0 if verdict.accepted else 1
 
 
 def _requirements() -> dict[str, SpecifierSet]:

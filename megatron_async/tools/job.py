@@ -1,4 +1,4 @@
-"""A torchrun job on this machine's CPU ranks: started, followed line by line, always ended."""
+"""A torchrun job on this machine: started, followed line by line, always ended."""
 
 import os
 import queue
@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -39,25 +40,37 @@ class Job:
         ranks: how many processes.
         log: the file to write.
         silence_s: how long the job may print nothing before it counts as hanging, in seconds.
+        limit_s: how long it may take, in seconds; by default as long as it likes.
+        environment: variables to add.
     """
 
     def __init__(
-        self, arguments: Sequence[str], *, ranks: int, log: Path, silence_s: float
+        self,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        log: Path,
+        silence_s: float,
+        limit_s: float = float("inf"),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._command = [*torchrun(ranks), *arguments]
         self._log = log
         self._silence_s = silence_s
+        self._limit_s = limit_s
+        self._environment = dict(environment or {})
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def __enter__(self) -> "Job":
         self._process = subprocess.Popen(
             self._command,
-            env=rank_environment(),
+            env={**rank_environment(), **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self._ends = time.monotonic() + self._limit_s
         assert self._process.stdout is not None
         reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         reader.start()
@@ -77,7 +90,7 @@ class Job:
         """Yield the job's lines as they come, until it has ended.
 
         Raises:
-            JobError: it failed, or printed nothing for too long.
+            JobError: it failed, printed nothing for too long, or took longer than it may.
         """
         with self._log.open("wb") as log:
             log.write((" ".join(self._command) + "\n").encode())
@@ -99,13 +112,19 @@ class Job:
         self._lines.put(None)
 
     def _next(self) -> bytes | None:
-        try:
-            return self._lines.get(timeout=self._silence_s)
-        except queue.Empty:
-            raise JobError(
-                f"the run printed nothing for {self._silence_s:.0f} s and was ended; see "
-                f"{self._log}."
-            ) from None
+        left = self._ends - time.monotonic()
+        if left > 0:
+            try:
+                return self._lines.get(timeout=min(self._silence_s, left))
+            except queue.Empty:
+                if self._silence_s < left:
+                    raise JobError(
+                        f"the run printed nothing for {self._silence_s:.0f} s and was ended; see "
+                        f"{self._log}."
+                    ) from None
+        raise JobError(
+            f"the run took longer than {self._limit_s:.0f} s and was ended; see {self._log}."
+        )
 
 
 def torchrun(ranks: int) -> list[str]:

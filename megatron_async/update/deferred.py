@@ -30,7 +30,12 @@ from megatron_async.megatron.optimizers import (
     statistics_groups,
 )
 from megatron_async.update.exchange import Exchange, StageExchange
-from megatron_async.update.process_groups import Ranks, gather_ranks, new_groups
+from megatron_async.update.process_groups import (
+    Ranks,
+    gather_ranks,
+    new_groups,
+    shared_or_new_groups,
+)
 from megatron_async.weights.versions import WeightVersions
 
 __all__ = ["DeferredUpdate", "Scheduled", "UpdateReport", "scheduled"]
@@ -155,13 +160,20 @@ class DeferredUpdate:
         # of statistics asks for groups of itself.
         kinds = _most_kinds(len(distinct))
         distinct += [(dist.get_rank(),)] * (kinds - len(distinct))
-        groups = new_groups(
-            [tuple(pipeline), embedding, tuple(mine), *distinct], timeout_minutes=timeout_minutes
+        [column] = new_groups([tuple(pipeline)], timeout_minutes=timeout_minutes, on_host=True)
+        # A kernel of it waits on the last stage until the first has finished the batch.
+        [self._embedding_group] = new_groups(
+            [embedding], timeout_minutes=timeout_minutes, few_blocks=True
         )
-        self._across = StageExchange(group=groups[0], ranks=tuple(pipeline), stage=self._stage)
-        self._embedding_group = groups[1]
-        self._stage_group = groups[2]
-        self._inside_groups = dict(zip(distinct, groups[3:], strict=True))
+        inner = shared_or_new_groups([tuple(mine), *distinct], timeout_minutes=timeout_minutes)
+        self._across = StageExchange(
+            group=column,
+            ranks=tuple(pipeline),
+            stage=self._stage,
+            size=_REST + num_counted + num_stagewise,
+        )
+        self._stage_group = inner[0]
+        self._inside_groups = dict(zip(distinct, inner[1:], strict=True))
         self._leaf_inside = inside
 
     @property
@@ -209,17 +221,14 @@ class DeferredUpdate:
                 for gradient in self._tied_gradients(gradients)
             ]
         message = self._partial_sums(num_tokens, counted, stagewise)
+        if self._stage == 0 and self._embedding_group is not None:
+            # The last stage posted its part before this rank's last backward could start, so the
+            # compute stream waits for the transfer alone.
+            for work in works:
+                work.wait()
+            works = []
+            message[:_TOKENS] += self._stage_sums(tied=True)
         exchange = self._across.post(message)
-        if exchange is None:
-            extra = None
-            if self._embedding_group is not None:
-                # The last stage posted its part before this rank's last backward could start.
-                for work in works:
-                    work.wait()
-                works = []
-                extra = torch.zeros_like(message)
-                extra[:_TOKENS] = self._stage_sums(tied=True)
-            exchange = self._across.answer(message, extra)
         for parameter, _ in gradients:
             parameter.grad = None
         self._pending = _Pending(
@@ -234,19 +243,17 @@ class DeferredUpdate:
         )
 
     @torch.no_grad()
-    def complete(self, *, check_finite: bool = True) -> UpdateReport | None:
+    def complete(self) -> UpdateReport | None:
         """Step the optimizer with the launched gradients and publish the version they make.
 
         Waits for the first stage's answer, which in the steady state has long been there.
-
-        Args:
-            check_finite: raise if the gradient norm is not finite.
 
         Returns:
             The report; None if nothing was launched.
 
         Raises:
-            RuntimeError: the gradient norm is NaN or Inf. The version is not published.
+            RuntimeError: the gradient norm is NaN or Inf, and the version is not published; or
+                another stage is gone.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -260,11 +267,12 @@ class DeferredUpdate:
             scale = 1.0 / max(sums[_TOKENS], 1.0)
         squares = sums[_SQUARES] if self._norm_scope == "global" else self._own_squares(pending)
         norm = math.sqrt(squares) * scale if squares >= 0 else math.nan
-        if check_finite and not math.isfinite(norm):
+        if not math.isfinite(norm):
+            # Whatever --no-check-for-nan-in-loss-and-grad says: that spares synchronisations of the
+            # device, and this costs none.
             raise RuntimeError(
                 f"rank {dist.get_rank()}, iteration {pending.iteration}: the gradient norm is "
-                f"{norm}. The weights made from it were not published and no checkpoint holds "
-                "them. Use --no-check-for-nan-in-loss-and-grad to go on regardless."
+                f"{norm}. The weights made from it were not published and no checkpoint holds them."
             )
         clip = self._optimizer.config.clip_grad
         if clip > 0.0:

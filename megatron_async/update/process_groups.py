@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Ranks", "gather_ranks", "new_groups"]
+from megatron_async.megatron.groups import few_block_options, ordered_group
+
+__all__ = ["Ranks", "gather_ranks", "new_groups", "shared_or_new_groups"]
 
 type Ranks = tuple[int, ...]
 """Global ranks of a group, ascending."""
@@ -26,7 +28,11 @@ def gather_ranks(group: dist.ProcessGroup | None) -> Ranks:
 
 
 def new_groups(
-    wanted: Sequence[Ranks], *, timeout_minutes: float | None = None
+    wanted: Sequence[Ranks],
+    *,
+    timeout_minutes: float | None = None,
+    on_host: bool = False,
+    few_blocks: bool = False,
 ) -> list[dist.ProcessGroup | None]:
     """Create one new group for each set of ranks that this rank wants, and warm it up.
 
@@ -38,6 +44,8 @@ def new_groups(
             names the group's purpose: the n-th sets of all ranks make up one family of groups, and
             families never share a group.
         timeout_minutes: time-out of the groups' collectives; torch's default if None.
+        on_host: of gloo, for tensors in host memory.
+        few_blocks: of NCCL, let a kernel take few blocks of the device, since it may spin for long.
 
     Returns:
         The groups in the order of ``wanted``, None for sets of one rank.
@@ -51,13 +59,37 @@ def new_groups(
         for ranks in _distinct(sets[family] for sets in everyone if family < len(sets)):
             group: Any = None
             if len(ranks) > 1:
-                group = dist.new_group(list(ranks), timeout=timeout)
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=timeout,
+                    backend="gloo" if on_host else None,
+                    pg_options=few_block_options() if few_blocks else None,
+                )
             if family < len(wanted) and ranks == tuple(wanted[family]):
                 mine.append(group)
                 if group is not None:
                     # Communicators are made at the first collective; make them now, all together.
-                    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+                    device = "cpu" if on_host else "cuda"
+                    dist.all_reduce(torch.zeros(1, device=device), group=group)
     return mine
+
+
+def shared_or_new_groups(
+    wanted: Sequence[Ranks], *, timeout_minutes: float | None = None
+) -> list[dist.ProcessGroup | None]:
+    """Return a group for each set of ranks: one of Megatron's if it has such a group that is used
+    in program order alone, else a new one.
+
+    A communicator of NCCL takes some hundred MB of the device. Args and order are those of
+    :func:`new_groups`.
+    """
+    own = (dist.get_rank(),)
+    shared = [ordered_group(ranks) if len(ranks) > 1 else None for ranks in wanted]
+    made = new_groups(
+        [own if group is not None else ranks for ranks, group in zip(wanted, shared, strict=True)],
+        timeout_minutes=timeout_minutes,
+    )
+    return [new if group is None else group for group, new in zip(shared, made, strict=True)]
 
 
 def _distinct(sets: Iterable[Ranks]) -> list[Ranks]:

@@ -80,7 +80,10 @@ class WeightVersions:
         self.newest = 0
         """Number of the newest complete version."""
         self.selected = 0
-        """Number of the version that the model's parameters point to."""
+        """Number of the version that the buffers and the optimizer point to, and outside of a
+        microbatch the parameters."""
+        self._computing = 0
+        """The side that the parameters point to."""
 
     def _twin_views(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
         """Return the views of the other flat buffers that correspond to a view of the first."""
@@ -125,7 +128,14 @@ class WeightVersions:
         Raises:
             ValueError: as :meth:`select`.
         """
-        self.select(self.newest if self.count == 1 and version < self.newest else version)
+        if self.count == 1 and version < self.newest:
+            version = self.newest
+        self._check(version)
+        # Forward and backward read the parameters alone.
+        side = self._side(version)
+        if side != self._computing:
+            self._repoint_parameters(side)
+            self._computing = side
 
     def _check(self, version: int) -> None:
         if not max(self.newest - self.count, -1) < version <= self.newest:
@@ -134,16 +144,15 @@ class WeightVersions:
             )
 
     def _point_to(self, version: int) -> None:
-        if version == self.selected:
-            return
         side = self._side(version)
+        if side != self._computing:
+            self._repoint_parameters(side)
+            self._computing = side
         moves = side != self._side(self.selected)
         self.selected = version
-        if not moves:
-            return
-        self._repoint_parameters(side)
-        self._repoint_flat_buffers(side)
-        self._repoint_shards(side)
+        if moves:
+            self._repoint_flat_buffers(side)
+            self._repoint_shards(side)
 
     def _repoint_parameters(self, side: int) -> None:
         for parameter, data in zip(self._parameters, self._data[side], strict=True):
@@ -204,6 +213,7 @@ class WeightVersions:
         Called when training begins to be asynchronous, after a checkpoint was loaded or after
         synchronous iterations: the weights are where Megatron's own code wrote them.
         """
+        self._point_to(self.selected)
         self._offset += self._side(self.selected) - self._side(newest)
         self.newest = self.selected = newest
 

@@ -36,6 +36,7 @@ def rows(name: str, directory: Path, *argv: str, fails: bool = False) -> list[di
         ("real.py", "ratio"),
         ("overhead.py", "ratio"),
         ("slow_dp.py", "ratio"),
+        ("time_to_loss.py", "ratio_to_ideal"),
     ],
 )
 def test_quick_benchmarks_write_a_row_per_mode(name: str, ratio: str, tmp_path: Path) -> None:
@@ -87,3 +88,21 @@ def test_the_logged_bubble_is_the_pipelines(tmp_path: Path) -> None:
 
     assert share() == pytest.approx(1 / 3, abs=0.05)
     assert share("--pipeline-schedule", "pipedream-2bw") < 0.05
+
+
+def test_more_in_flight_hides_late_messages(tmp_path: Path) -> None:
+    common = ["--stages", "4", "--microbatches", "6", "--iterations", "3", "--repeats", "1"]
+    common += ["--latency-ms", "60", "--modes", "fresh-2bw"]
+    (late,) = rows("paced.py", tmp_path, *common)
+    (hidden,) = rows("paced.py", tmp_path, *common, "--pipeline-extra-warmup", "3")
+    assert float(hidden["simulated_ratio"]) == pytest.approx(1)
+    assert float(hidden["ratio_to_ideal"]) < 1.2 < float(late["ratio_to_ideal"])
+
+
+def test_zero_bubble_of_torch_runs_on_the_same_clock(tmp_path: Path) -> None:
+    common = ["--stages", "2", "--microbatches", "4", "--iterations", "3", "--repeats", "1"]
+    found = rows("paced.py", tmp_path, *common, "--modes", "torch-zbv", "torch-zb")
+    assert len(found) == 2
+    for row in found:
+        # No faster than its lists: messages and the norm wait for what they have to.
+        assert float(row["ratio_to_ideal"]) >= float(row["simulated_ratio"]) - 0.005

@@ -146,6 +146,7 @@ def two_ranks(directory: Path) -> dict[str, Outcome]:
         "bf16": True,
         "dist_ckpt_optim_fully_reshardable": True,
     }
+    fresh: dict[str, Value] = {**plain, **CORRECTED, "pipeline_schedule": "fresh-2bw"}
     return run_steps(
         2,
         [
@@ -162,6 +163,11 @@ def two_ranks(directory: Path) -> dict[str, Outcome]:
             Step("two stages", {**plain, **NO_DROPOUT, **TORCH_DIST, **saves("stages", 3)}),
             Step("sharded", {**sharded, **saves("sharded", 3)}),
             Step("sharded resumed", {**sharded, **loads("sharded", 3)}),
+            Step("fresh uninterrupted", fresh),
+            Step("fresh", {**fresh, **saves("fresh", exit_interval=3)}),
+            Step("fresh resumed", {**fresh, **loads("fresh")}),
+            Step("fresh to all", {**fresh, "delayed_microbatches": "all", **loads("fresh")}),
+            Step("fresh to 2bw", {**plain, **CORRECTED, **loads("fresh")}),
         ],
         directory,
     )
@@ -191,6 +197,19 @@ def four_ranks(directory: Path, two_ranks: dict[str, Outcome]) -> dict[str, Outc
 
 
 # The same layout: to the last digit, dropout on
+
+
+def test_a_fresher_run_goes_on_where_it_was_saved(two_ranks: dict[str, Outcome]) -> None:
+    assert_continues(two_ranks["fresh resumed"], two_ranks["fresh uninterrupted"], done=3)
+
+
+def test_how_many_microbatches_are_delayed_may_change(two_ranks: dict[str, Outcome]) -> None:
+    changed, other = two_ranks["fresh to all"], two_ranks["fresh to 2bw"]
+    assert changed.losses == other.losses
+    assert changed.norms == other.norms
+    assert changed.first == 4
+    # One of four was delayed: the others of the first batch now run on the weights before.
+    assert changed.losses[0] != two_ranks["fresh resumed"].losses[0]
 
 
 def test_a_run_goes_on_where_it_was_saved_after_an_evaluation(

@@ -155,6 +155,21 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "stage_norm_undeferred": ([*STAGE_NORM, *UNTIED, *UNDEFERRED], {}),
     "stage_norm_tied": (STAGE_NORM, {}),
     "second_grad_buffer": (["--second-grad-buffer", "--overlap-grad-reduce", *UNDEFERRED], {}),
+    "second_grad_buffer_fp32_accumulation": (
+        [
+            "--second-grad-buffer",
+            "--overlap-grad-reduce",
+            "--use-distributed-optimizer",
+            "--ddp-reduce-scatter-with-fp32-accumulation",
+        ],
+        {},
+    ),
+    "ddp_bucket_all_stages_with_default_schedule": (
+        ["--pipeline-schedule", "default", "--ddp-bucket-all-stages"],
+        {},
+    ),
+    "bucket_all_stages_overlap": (["--ddp-bucket-all-stages"], {}),
+    "enqueues_of_a_gpu": (["--log-enqueues", "enqueues"], {}),
     "second_grad_buffer_local_accumulation": (
         [
             "--second-grad-buffer",
@@ -330,6 +345,16 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "moe_routing_trace_path": ([*MOE, "--moe-routing-trace-path", "trace"], {}),
     "logits_save_dir": (["--logits-save-dir", "logits"], {}),
     "local_checkpoints": (["--non-persistent-ckpt-type", "local"], {}),
+    "cached_handles": (
+        [
+            "--async-save",
+            "--use-persistent-ckpt-worker",
+            "--ckpt-assume-constant-structure",
+            "--save",
+            "checkpoints",
+        ],
+        {},
+    ),
     "ckpt_assume_constant_structure": (
         ["--ckpt-assume-constant-structure", "--async-start-iteration", "5"],
         {},

@@ -26,7 +26,9 @@ GIVEN: dict[str, tuple[list[str], object]] = {
     "log_fingerprints": (["--log-fingerprints", "prints"], "prints"),
     "grad_norm_scope": (["--grad-norm-scope", "stage"], "stage"),
     "log_pipeline_bubble": (["--log-pipeline-bubble"], True),
+    "log_enqueues": (["--log-enqueues", "enqueues"], "enqueues"),
     "second_grad_buffer": (["--second-grad-buffer"], True),
+    "ddp_bucket_all_stages": (["--ddp-bucket-all-stages"], True),
 }
 
 

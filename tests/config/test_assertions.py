@@ -88,6 +88,16 @@ def test_megatron_says_less(parser: argparse.ArgumentParser, name: str) -> None:
             ],
             "1 layers are left, and no stages between the first and the last",
         ),
+        # Megatron has built 28 of them (NVIDIA/Megatron-LM#1304).
+        (["--num-layers", "30"], "30 layers do not divide into 4 pipeline stages"),
+        # And the last 3 of 8 alone (NVIDIA/Megatron-LM#1778).
+        (
+            [
+                *("--pipeline-model-parallel-size", "1"),
+                *("--decoder-last-pipeline-num-layers", "3"),
+            ],
+            "5 layers are left, and no stages between the first and the last",
+        ),
     ],
 )
 def test_layers_are_counted(parser: argparse.ArgumentParser, argv: list[str], words: str) -> None:

@@ -40,7 +40,9 @@ def test_settings_of_every_flag() -> None:
         grad_norm_scope="stage",
         log_bubble=True,
         log_fingerprints="prints",
+        log_enqueues="enqueues",
         second_grad_buffer=True,
+        bucket_all_stages=True,
         extra_warmup=2,
     )
     assert config.asynchronous

@@ -60,7 +60,7 @@ def flags_of(line: list[str]) -> list[str]:
 @functools.cache
 def parsed() -> dict[tuple[str, str], dict[str, Any]]:
     """Every model and schedule, through the parser and the checks of Megatron and of the plugin."""
-    cases = [(model, schedule) for model in MODELS for schedule in ("pipedream-2bw", "default")]
+    cases = [(model, schedule) for model in MODELS for schedule in ("fresh-2bw", "default")]
     answers = parse(
         [
             (flags_of(command(model, SCHEDULE=schedule)), int(TABLE[model][-1]))
@@ -83,7 +83,7 @@ def test_shell_syntax(path: Path) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_flags_pass_the_checks_and_mean_what_the_table_says(model: str) -> None:
     layers, hidden, heads, rate, batch, _ = TABLE[model]
-    asynchronous, synchronous = (parsed()[model, s] for s in ("pipedream-2bw", "default"))
+    asynchronous, synchronous = (parsed()[model, s] for s in ("fresh-2bw", "default"))
     for args in (asynchronous, synchronous):
         assert args["num_layers"] == int(layers)
         assert args["hidden_size"] == int(hidden)
@@ -95,7 +95,7 @@ def test_flags_pass_the_checks_and_mean_what_the_table_says(model: str) -> None:
         assert args["lr_warmup_samples"] == args["train_samples"] // 10
         assert args["optimizer"] == "muon"
         assert args["bf16"]
-    assert asynchronous["pipeline_schedule"] == "pipedream-2bw"
+    assert asynchronous["pipeline_schedule"] == "fresh-2bw"
     assert asynchronous["delay_correction"] == "error-feedback"
     assert synchronous["pipeline_schedule"] == "default"
     assert synchronous["delay_correction"] == "none"

@@ -91,8 +91,10 @@ def _launch(*argv: str) -> None:
 
 def _hook_names() -> set[str]:
     from megatron_async.hooks import HOOKS
+    from megatron_async.megatron import releases
+    from megatron_async.megatron.replaced import is_for
 
-    return {hook.name for hook in HOOKS}
+    return {hook.name for hook in HOOKS if is_for(hook, releases.current())}
 
 
 def _cpu_names() -> set[str]:

@@ -32,7 +32,7 @@ def probed() -> dict[str, str]:
 
 @pytest.mark.parametrize("probe", [probe.__name__ for probe in (probes.cpu_alone, *probes.PROBES)])
 def test_probe(probed: dict[str, str], probe: str) -> None:
-    """See ``tests/probes.py``."""
+    """See ``tests/hooks/probes.py``."""
     assert probed[probe] == ""
 
 

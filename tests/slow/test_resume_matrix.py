@@ -38,6 +38,8 @@ UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
 STAGES_2: Flags = {"pipeline_model_parallel_size": 2}
 STAGES_4: Flags = {"pipeline_model_parallel_size": 4}
 TENSORS_2: Flags = {"tensor_model_parallel_size": 2}
+FRESH: Flags = {"pipeline_schedule": "fresh-2bw", **CORRECTED}
+LATE: Flags = {"pipeline_extra_warmup": 1}
 MUON: Flags = {"optimizer": "muon", "muon_tp_mode": "duplicated"}
 DIST_MUON: Flags = {"optimizer": "dist_muon", "bf16": True}
 MOE: Flags = {
@@ -127,7 +129,19 @@ def cells() -> list[Cell]:
         ("dist_muon untied", 2, {**STAGES_2, **DIST_MUON, **CORRECTED, **UNTIED}),
         ("experts", 2, {**STAGES_2, **MOE}),
         ("experts corrected", 2, {**EXPERTS_2, **DISTRIBUTED, **BF16, **CORRECTED}),
+        ("fresh", 2, {**STAGES_2, **FRESH}),
+        ("fresh muon untied", 2, {**STAGES_2, **MUON, **FRESH, **UNTIED}),
+        (
+            "fresh overlapped",
+            2,
+            {**DISTRIBUTED, **BF16, **FRESH, **OVERLAPPED, "second_grad_buffer": True},
+        ),
+        ("fresh experts", 2, {**STAGES_2, **MOE, **FRESH}),
+        ("late messages", 2, {**STAGES_2, **CORRECTED, **LATE}),
         ("four stages", 4, {**STAGES_4, **CORRECTED}),
+        ("four stages fresh", 4, {**STAGES_4, **FRESH}),
+        ("2x2 fresh", 4, {**STAGES_2, **DISTRIBUTED, **BF16, **FRESH}),
+        ("2x2 fresh dist_muon late", 4, {**STAGES_2, **DIST_MUON, **FRESH, **LATE}),
         ("four stages muon", 4, {**STAGES_4, **MUON, **CORRECTED}),
         ("2x2 distributed", 4, {**STAGES_2, **DISTRIBUTED, **BF16, **CORRECTED}),
         ("2x2 muon", 4, {**STAGES_2, **MUON, **BF16, **CORRECTED}),

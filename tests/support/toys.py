@@ -80,8 +80,6 @@ def _damping(optimizer: Any, settings: Settings) -> Any:
     class Damping(DelayCorrection):
         """x_{k+1} = x_k - s U_k."""
 
-        name = "damping"
-
         def __init__(self) -> None:
             super().__init__(optimizer, state_keys=[f"{STATE_PREFIX}before"])
 

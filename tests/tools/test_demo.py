@@ -59,6 +59,25 @@ def test_verdict_without_a_gap() -> None:
     assert demo_report.verdict(runs) == "The one-step delay cost no loss in this run (-0.0100)."
 
 
+def test_time_to_loss() -> None:
+    """Six iterations: the loss is the mean of all so far.
+
+    The second logged one is taken for the mean of two: the first run has 6, 5, 5, 4.5, 4, 3.5.
+    """
+    runs = [
+        Result(name=name, title=name, log=log_of(losses, 2.0, ms=ms, bubble=None))
+        for name, losses, ms in (
+            ("synchronous", [6.0, 5.5, 5.0, 4.5, 4.0, 3.5], 300),
+            ("fast", [6.0, 5.0, 3.5, 4.0, 4.0, 4.0], 200),
+            ("slow", [6.0, 6.0, 6.0, 6.0, 6.0, 6.0], 200),
+        )
+    ]
+    assert demo_report.time_to_loss(runs) == (
+        "Time to the synchronous run's last training loss, 4.6667: synchronous 1.8 s, fast 0.6 s, "
+        "slow not reached."
+    )
+
+
 def test_written_files(tmp_path: Path) -> None:
     csv_path, png_path = demo_report.write([result("a", 2.0), result("b", 2.5)], tmp_path)
     rows = list(csv.DictReader(csv_path.open()))

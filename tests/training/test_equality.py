@@ -31,6 +31,8 @@ pytestmark = pytest.mark.core
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp1": (1, {}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    # Two layers on the first stage, one on each of the others.
+    "pp3": (3, {"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 2}),
     "pp4": (4, {"pipeline_model_parallel_size": 4}),
     "dp2": (2, {}),
     "dp2-distopt": (2, {"use_distributed_optimizer": True}),
@@ -211,8 +213,37 @@ CASES = [
         Case(case.name.replace("moe", "moe-experts"), case.job, _job("pp1", model="moe"), slow=True)
         for case in _cases("moe", {"dp2": "DU", "pp2-dp2-distopt": "DU"}, model="moe", **EXPERTS)
     ),
-    *_cases("fresh", {"pp2": "dU", "pp2-dp2-distopt": "D"}, **FRESH, delayed_microbatches=1),
-    *_cases("fresh-3", {"pp4": "D"}, **FRESH, delayed_microbatches=3),
+    *_cases(
+        "fresh",
+        {"pp2": "dU", "tp2": "D", "pp2-tp2-sp": "D"},
+        **FRESH,
+        delayed_microbatches=1,
+    ),
+    *_cases("fresh-2", {"pp2": "D", "pp3": "d"}, **FRESH, delayed_microbatches=2),
+    *_cases("fresh-3", {"pp3": "D", "pp4": "d"}, **FRESH, delayed_microbatches=3),
+    *_cases(
+        "fresh-corrected-muon",
+        {"pp2": "D", "pp3": "D"},
+        **FRESH,
+        **MUON,
+        **CORRECTED,
+        delayed_microbatches=2,
+    ),
+    # What is delayed is counted on each replica: of two, twice as many microbatches of a batch.
+    *(
+        Case(
+            f"fresh-{name}",
+            _job(layout, **FRESH, **flags, micro_batch_size=1, delayed_microbatches=3),
+            _job("pp1", **FRESH, **optimizer, micro_batch_size=1, delayed_microbatches=6),
+            slow=name != "distopt",
+        )
+        for name, layout, optimizer, flags in (
+            ("distopt", "pp2-dp2-distopt", {}, {}),
+            ("overlapped", "pp2-dp2-distopt", {}, OVERLAPPED),
+            ("second-buffer", "pp2-dp2-distopt", {}, SECOND_BUFFER),
+            ("muon-dp2", "pp2-dp2", {**MUON, **CORRECTED}, {**MUON, **CORRECTED}),
+        )
+    ),
     Case("fresh-all", _job("pp2", **FRESH, delayed_microbatches="all"), _job("pp2"), rtol=1e-9),
     # On one stage no microbatch is in flight when an update is made.
     Case("paci", _job("pp1", **PACI), _job("pp1", **FRESH, delayed_microbatches=1), rtol=1e-9),

@@ -1,6 +1,7 @@
 """Hybrid models of attention, MLP and MoE layers: as GPTs, whatever the number of stages."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,20 +12,21 @@ from tests.training.cases import Case, check_close, parameters
 
 pytestmark = [pytest.mark.core, pytest.mark.timeout(1200)]
 
-STAGES: dict[str, Value] = {
+DELAYED: dict[str, Any] = dict(ASYNC)
+STAGES: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "hybrid_layer_pattern": "*-|*E",
 }
 """The model's pattern, split into stages."""
 SYNCHRONOUS = job(model="hybrid")
-ONE_STAGE = job(model="hybrid", **ASYNC)
-FRESH: dict[str, Value] = {"pipeline_schedule": "fresh-2bw", "delayed_microbatches": 1}
+ONE_STAGE = job(model="hybrid", **DELAYED)
+FRESH: dict[str, Any] = {"pipeline_schedule": "fresh-2bw", "delayed_microbatches": 1}
 CASES = (
     Case("synchronous", job(2, model="hybrid", **STAGES), SYNCHRONOUS),
-    Case("2bw", job(2, model="hybrid", **ASYNC, **STAGES), ONE_STAGE),
+    Case("2bw", job(2, model="hybrid", **DELAYED, **STAGES), ONE_STAGE),
     Case(
         "2bw-even-split",
-        job(2, model="hybrid", **ASYNC, pipeline_model_parallel_size=2),
+        job(2, model="hybrid", **DELAYED, pipeline_model_parallel_size=2),
         ONE_STAGE,
     ),
     Case("fresh", job(2, model="hybrid", **FRESH, **STAGES), job(model="hybrid", **FRESH)),

@@ -206,8 +206,10 @@ def test_reference_tells_trajectories_apart(
     results: Results, references: dict[str, list[Weights]], one: str, other: str
 ) -> None:
     start = results[STARTING].tensors()["initial"]
-    # The first update is the same, then they part.
-    assert _distance(references[one][0], references[other][0]) == 0.0
+    # The first update is the same, to the order in which a batch's two parts are summed; then they
+    # part.
+    first = _distance(references[one][0], start)
+    assert _distance(references[one][0], references[other][0]) <= RTOL * first
     way = _distance(references[one][1], start)
     assert _distance(references[one][1], references[other][1]) > 1000 * RTOL * way
 

@@ -196,6 +196,25 @@ def test_everything_that_views_the_flat_buffer_moves_together() -> None:
     assert model.linear.bias.tolist() == [6.0, 7.0]
 
 
+def test_a_microbatch_moves_the_parameters_alone() -> None:
+    model, optimizer, shard = _flat()
+    weights = WeightVersions(model, optimizer)
+    with weights.next_version(), torch.no_grad():
+        for p in weights.parameters:
+            p.add_(1.0)
+    buffer, newest = model.buffers[0], _values(model)
+    pointers = buffer.param_data.data_ptr(), shard.data_ptr()
+    weights.compute_on(0)
+    assert _values(model) != newest
+    assert (buffer.param_data.data_ptr(), shard.data_ptr()) == pointers
+    weights.compute_on(1)
+    assert _values(model) == newest
+    weights.compute_on(0)
+    weights.select(1)  # what reads the model next finds all of it on one version
+    assert _values(model) == newest
+    assert (buffer.param_data.data_ptr(), shard.data_ptr()) == pointers
+
+
 def test_view_outside_of_the_buffers_is_refused() -> None:
     model, optimizer, _ = _flat()
     optimizer.chained_optimizers[0].shard_float16_groups[0][0] = torch.zeros(2)

@@ -128,6 +128,7 @@ RULES: Final[tuple[Rule, ...]] = (
             ("--deferred-update", None),
             ("--grad-norm-scope", "global"),
             ("--second-grad-buffer", False),
+            ("--ddp-bucket-all-stages", False),
             ("--pipeline-extra-warmup", 0),
         )
     ),
@@ -204,6 +205,31 @@ RULES: Final[tuple[Rule, ...]] = (
             and bool(s.get("ddp_param_name_patterns_for_fp32_local_accumulation"))
         ),
         name="second_grad_buffer_local_accumulation",
+    ),
+    rule(
+        "--second-grad-buffer",
+        "--ddp-reduce-scatter-with-fp32-accumulation finishes one reduction when the next one "
+        "starts, and the two buffers' are in flight at once",
+        "Drop either.",
+        when=lambda s: (
+            s.config.second_grad_buffer and bool(s.get("ddp_reduce_scatter_with_fp32_accumulation"))
+        ),
+        name="second_grad_buffer_fp32_accumulation",
+    ),
+    rule(
+        "--ddp-bucket-all-stages",
+        "without it each stage reduces its gradients at once, after the last backward",
+        "Add --overlap-grad-reduce, or drop it.",
+        when=lambda s: s.config.bucket_all_stages and not s.get("overlap_grad_reduce"),
+        name="bucket_all_stages_overlap",
+    ),
+    rule(
+        "--log-enqueues",
+        "what a GPU is given is recorded on CPU ranks; a GPU has profilers of its own",
+        "Add --cpu, or drop it.",
+        when=lambda s: s.config.log_enqueues is not None and not s.config.cpu,
+        name="enqueues_of_a_gpu",
+        scope=Scope.ALWAYS,
     ),
     rule(
         "--pipeline-schedule",

@@ -172,6 +172,18 @@ def _balancing(kind: str) -> Callable[[Subject], bool]:
     return applies
 
 
+def _no_interleaving(subject: Subject) -> str:
+    """Times are in slots, a forward and a backward of one microbatch through a stage."""
+    p, v = subject.stages, int(subject.get("virtual_pipeline_model_parallel_size"))
+    m = least_microbatches(subject)
+    interleaved = m + (p - 1) / v
+    return (
+        "the schedule has one model chunk per stage, and interleaving has no bubble left to "
+        f"shrink: of {m} microbatches and {p} stages, 1F1B makes iterations of {m + p - 1} slots, "
+        f"{v} chunks a stage {interleaved:.4g}, and this schedule {m}"
+    )
+
+
 def _interleaved(dest: str) -> Callable[[Subject], bool]:
     return lambda s: (
         s.get("virtual_pipeline_model_parallel_size") is not None and s.get(dest) is not None
@@ -215,8 +227,7 @@ _PIPELINE = (
     *(
         rule(
             flag,
-            "the schedule has one model chunk per stage, and interleaving has no bubble left to "
-            "shrink",
+            _no_interleaving,
             "Drop it, and give each stage one chunk of layers.",
             when=_interleaved(dest_of(flag)),
         )

@@ -231,6 +231,19 @@ _LOOP = (
         ),
     ),
     rule(
+        "--use-persistent-ckpt-worker",
+        "with --ckpt-assume-constant-structure the worker keeps handles of the device memory that "
+        "it saw first, and the newest weights take turns with two memories: it would save the two "
+        "versions swapped, without a word",
+        "Drop --ckpt-assume-constant-structure.",
+        when=lambda s: bool(
+            s.get("async_save")
+            and s.get("use_persistent_ckpt_worker")
+            and s.get("ckpt_assume_constant_structure")
+        ),
+        name="cached_handles",
+    ),
+    rule(
         "--ckpt-convert-format",
         "the conversion would drop the state of the asynchronous run",
         "Convert with the default schedule; the newest weights are kept.",

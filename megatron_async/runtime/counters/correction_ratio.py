@@ -17,15 +17,20 @@ class CorrectionRatio(Counter):
     """Sums of squares of the correction and of the update, over a sample of each parameter.
 
     Args:
-        corrections: those of this rank; they measure from now on.
+        corrections: those of this rank.
+        interval: measure in each iteration that it divides: measuring takes some small kernels for
+            each parameter.
     """
 
     names = (_CORRECTION, _UPDATE)
 
-    def __init__(self, corrections: Sequence[DelayCorrection]) -> None:
+    def __init__(self, corrections: Sequence[DelayCorrection], *, interval: int = 1) -> None:
         self._corrections = corrections
-        for correction in corrections:
-            correction.measure = True
+        self._interval = interval
+
+    def before_update(self, iteration: int) -> None:
+        for correction in self._corrections:
+            correction.measure = iteration % self._interval == 0
 
     def collect(self) -> dict[str, float | torch.Tensor]:
         sums: dict[str, float | torch.Tensor] = {}

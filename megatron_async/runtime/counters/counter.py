@@ -22,6 +22,13 @@ class Counter:
     names: tuple[str, ...] = ()
     """Of its numbers; the same on all ranks."""
 
+    def before_update(self, iteration: int) -> None:
+        """Called before the step of a batch's update.
+
+        Args:
+            iteration: in which the batch ran; 1 is the first.
+        """
+
     def collect(self) -> Mapping[str, float | torch.Tensor]:
         """Return this rank's numbers at the launch of an update; missing ones count as 0."""
         return {}
@@ -75,6 +82,11 @@ class Counters:
             if name in numbers:
                 vector[i] = numbers[name]
         return vector
+
+    def before_update(self, iteration: int) -> None:
+        """Tell all counters, see there."""
+        for counter in self._counters:
+            counter.before_update(iteration)
 
     def unpack(self, vector: list[float] | None) -> dict[str, float]:
         """Return the sums by name; empty if nothing was counted."""

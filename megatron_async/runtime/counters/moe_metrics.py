@@ -41,6 +41,7 @@ class MoEMetrics:
         self._evaluated: dict[str, Any] = {}
         self._reported: dict[str, Any] = {}
         self._taken: torch.Tensor | None = None
+        self._reports = False
         self.totals: torch.Tensor | None = None
         """Sums over all layers' owners of the last completed batch, divided by its number of
         microbatches: (metrics, layers), float64. None before the first."""
@@ -93,12 +94,18 @@ class MoEMetrics:
         """Make what was taken last, or else what is selected, the totals, by a collective over the
         stages.
 
-        For the first log line, when no update is complete yet: its average counts that iteration.
+        For the first log line, when not all stages have a complete update yet: its average counts
+        that iteration.
         """
         taken = self._taken
         sums = self._stage_sums(num_microbatches) if taken is None else taken.clone()
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         self.set_totals(sums.tolist())
+
+    def resume(self, totals: list[float]) -> None:
+        """Go on with the totals that a run has saved, on all ranks."""
+        self.set_totals(totals)
+        self._reports = True
 
     def set_totals(self, totals: list[float]) -> None:
         """Keep what came back for a completed batch."""
@@ -114,8 +121,10 @@ class MoEMetrics:
         Args:
             num_microbatches: what the report divides by.
         """
-        if self.totals is None:  # on all ranks alike
+        # Not where there are no totals: stage 0 may have some before the others have.
+        if not self._reports:  # on all ranks alike
             self._sum_over_stages(num_microbatches)
+            self._reports = True
         assert self.totals is not None
         tracker = self._tracker
         selected = moe.metrics(tracker)

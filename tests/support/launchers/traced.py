@@ -22,7 +22,7 @@ import torch.distributed as dist
 COMMUNICATION = re.compile(r"gather|scatter|reduce|all_?to_?all|barrier|broadcast|send|recv")
 
 events: list[dict[str, Any]] = []
-works: list[tuple[Any, int]] = []  # keeps them alive, so that identities stay unique
+works: list[tuple[Any, dict[str, Any]]] = []  # keeps them alive, so that identities stay unique
 
 
 def iteration() -> int:
@@ -53,7 +53,7 @@ def trace_call(name: str) -> None:
         }
         events.append(event)
         work = original(self, *args, **kwargs)
-        works.append((work, len(events) - 1))
+        works.append((work, event))
         return work
 
     setattr(dist.ProcessGroup, name, call)
@@ -64,9 +64,9 @@ def trace_waits() -> None:
         original = getattr(dist.Work, name)
 
         def wait(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            for work, index in reversed(works):
+            for work, event in reversed(works):
                 if work is self:
-                    events[index]["waits"].append(callers())
+                    event["waits"].append(callers())
                     break
             return _original(self, *args, **kwargs)
 

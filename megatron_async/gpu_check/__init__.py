@@ -1,0 +1,1 @@
+"""``megatron-async gpu-check``: does asynchronous training work on this machine's GPUs?"""

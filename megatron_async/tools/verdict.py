@@ -1,0 +1,309 @@
+"""What the start of a run would say of its arguments, without starting it.
+
+The command line goes through Megatron's own parser and checks with the flags and the rules of this
+package, as the hooks and the launcher have it (:mod:`megatron_async.config.startup`), but goes on
+behind a problem to find the others. No process group is made, no GPU is touched, nothing of
+Megatron is replaced beyond the call.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import linecache
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
+
+from megatron_async.config import validation
+from megatron_async.config.arguments import add_arguments, mend_help
+from megatron_async.config.settings import AsyncConfig, set_defaults
+from megatron_async.config.startup import flags_in
+from megatron_async.config.validation.rule import Facts, Subject
+from megatron_async.optimizers import add_optimizer_arguments
+from megatron_async.schedules import RECOMMENDED
+from megatron_async.tools.training_command import TrainingCommand
+
+__all__ = ["Verdict", "judge"]
+
+_HOPPER: Final = 9
+"""Compute capability that checks on the GPU see where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was found.
+
+    Attributes:
+        megatron: version of the Megatron that was asked.
+        problems: what the run would end with, a message each, as at its start.
+        warnings: what is unwise, likewise.
+        notes: what the run would adjust, and what could not be looked at, a sentence each.
+        subject: the arguments as they are at the start of training; None if there is a problem with
+            them that leaves no numbers to go by.
+    """
+
+    megatron: str
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    subject: Subject | None = None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the run would start."""
+        return not self.problems
+
+
+def judge(command: TrainingCommand) -> Verdict:
+    """Find what the start of a run would say.
+
+    The Megatron that is asked is the one that the script would run on: that of the script's folder
+    if it holds one, and else the installed one. Imports it.
+    """
+    with _pretended(command):
+        return _judge(command)
+
+
+def _judge(command: TrainingCommand) -> Verdict:
+    script = Path(command.script)
+    notes = list(command.notes)
+    if not script.is_file():
+        notes.append(
+            f"{script} is not here, so flags of its own are not known, and the Megatron that was "
+            "asked is the installed one."
+        )
+    facts = replace(Facts.current(), flags_given=flags_in(list(command.arguments)))
+    problems = _launching(command, facts)
+    argv = list(command.arguments)
+    if command.cpu:
+        from megatron_async.cpu_backend import cpu_argv
+
+        try:
+            argv, added = cpu_argv(argv)
+        except ValueError as error:
+            problems += str(error).splitlines()
+        else:
+            if added:
+                notes.append(f"--cpu adds {' '.join(added)}.")
+    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in argv):
+        problems += _broken(argparse.Namespace(yaml_cfg=True), facts)[0]
+        return Verdict(megatron=facts.megatron_version, problems=tuple(problems))
+    try:
+        args = _parsed(argv, cpu=command.cpu)
+    except _ParserError as error:
+        problems.append(str(error))
+        return Verdict(
+            megatron=facts.megatron_version, problems=tuple(problems), notes=tuple(notes)
+        )
+    return _checked(args, facts, problems, notes)
+
+
+def _launching(command: TrainingCommand, facts: Facts) -> list[str]:
+    if command.launched is not False or not facts.flags_given:
+        return []
+    script = Path(command.script)
+    if script.is_file() and "megatron_async" in script.read_text(errors="replace"):
+        return []  # it calls install() itself
+    return [
+        (
+            "-m megatron_async: Megatron does not know the flags of this package without it. Put "
+            f"it ahead of {command.script}."
+        )
+    ]
+
+
+class _ParserError(ValueError):
+    """Megatron's parser ended at the command line."""
+
+
+def _parsed(argv: list[str], *, cpu: bool) -> argparse.Namespace:
+    from megatron.training.arguments import parse_args
+
+    def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return mend_help(add_optimizer_arguments(add_arguments(parser)))
+
+    said = io.StringIO()
+    try:
+        with (
+            mock.patch.object(sys, "argv", ["pretrain_gpt.py", *argv, *(["--cpu"] if cpu else [])]),
+            contextlib.redirect_stderr(said),
+        ):
+            args: argparse.Namespace = parse_args(ours)
+    except SystemExit:
+        lines = [line for line in said.getvalue().splitlines() if "error: " in line]
+        why = lines[-1].partition("error: ")[2] if lines else "it prints its help and ends"
+        raise _ParserError(_of_parser(why)) from None
+    except Exception as error:
+        raise _ParserError(f"Megatron's parser: {error}") from None
+    return args
+
+
+def _of_parser(why: str) -> str:
+    kind, _, flags = why.partition(": ")
+    if kind == "unrecognized arguments":
+        return (
+            f"{flags}: Megatron's parser does not know it. Mend it, or drop it (flags that a "
+            "script adds itself are not known here)."
+        )
+    if kind.startswith("argument "):
+        return f"{kind.removeprefix('argument ')}: {flags}. Mend its value."
+    return f"Megatron's parser: {why}."
+
+
+def _checked(
+    args: argparse.Namespace, facts: Facts, problems: list[str], notes: list[str]
+) -> Verdict:
+    """The rules on parsed arguments, Megatron's checks, the rules on what these leave."""
+    if args.use_checkpoint_args:
+        notes.append(
+            "--use-checkpoint-args takes arguments from a checkpoint, which was not looked at."
+        )
+    early = _broken(copy.deepcopy(args), facts, parsed_only=True)[0]
+    problems = [*problems, *early]
+    validated, megatrons = _validated(args)
+    adjusted: list[str] = []
+    unwise: list[str] = []
+    if megatrons is None:
+        adjusted = set_defaults(validated)
+        configuration, failed = _configuration(validated)
+        if failed is not None:
+            problems.append(failed)
+        found, unwise = _broken(validated, facts, configs=configuration)
+        problems += found
+    else:
+        if not early:
+            problems.append(megatrons)
+        # What the rules say is still worth knowing; where a number makes no sense they fail.
+        with contextlib.suppress(Exception):
+            derived = _derived(args)
+            set_defaults(derived)
+            problems += _broken(derived, facts)[0]
+    distinct = tuple(dict.fromkeys(problems))
+    subject = None
+    if not distinct:
+        subject = Subject(args=validated, config=AsyncConfig.from_args(validated), facts=facts)
+        adjusted += validation.notes(validated, facts)
+        if not subject.config.asynchronous:
+            adjusted.append(
+                f"No asynchronous schedule is asked for; add --pipeline-schedule {RECOMMENDED}."
+            )
+    return Verdict(
+        megatron=facts.megatron_version,
+        problems=distinct,
+        warnings=tuple(unwise),
+        notes=(*notes, *adjusted),
+        subject=subject,
+    )
+
+
+def _broken(
+    args: argparse.Namespace, facts: Facts, **how: Any
+) -> tuple[tuple[str, ...], list[str]]:
+    """(problems, warnings)"""
+    try:
+        return (), validation.check(args, facts, **how)
+    except validation.ArgumentError as error:
+        return error.problems, []
+
+
+def _validated(args: argparse.Namespace) -> tuple[argparse.Namespace, str | None]:
+    """What Megatron's checks make of the arguments, and what they end with."""
+    from megatron.training.arguments import validate_args
+
+    args = copy.deepcopy(args)
+    try:
+        validate_args(args)
+    except (Exception, SystemExit) as error:
+        return args, _of_megatron(error)
+    return args, None
+
+
+def _configuration(args: argparse.Namespace) -> tuple[tuple[object, ...], str | None]:
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    try:
+        return (core_transformer_config_from_args(args),), None
+    except Exception as error:
+        return (), _of_megatron(error)
+
+
+def _of_megatron(error: BaseException) -> str:
+    """Megatron's message, or the line that failed where it has none."""
+    text = " ".join(str(error).split())
+    if not text:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        text = f"`{line}` does not hold ({Path(frame.filename).name}, line {frame.lineno})"
+    return f"Megatron itself: {text}"
+
+
+def _derived(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with what the rules need of what ``validate_args`` derives."""
+    args = copy.deepcopy(args)
+    model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    args.data_parallel_size = max(args.world_size // model, 1)
+    args.gtp_weight_remat_size = 1
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        on_a_stage = args.num_layers // args.pipeline_model_parallel_size
+        virtual = max(on_a_stage // args.num_layers_per_virtual_pipeline_stage, 1)
+    args.virtual_pipeline_model_parallel_size = virtual
+    if args.global_batch_size is None:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    return args
+
+
+@contextlib.contextmanager
+def _pretended(command: TrainingCommand) -> Iterator[None]:
+    """The surroundings of rank 0 of the run, and silence."""
+    variables: dict[str, str] = {
+        **_without_ranks(os.environ),
+        **command.variables,
+        "WORLD_SIZE": str(command.ranks),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }
+    script = Path(command.script)
+    path = [*([str(script.resolve().parent)] if script.is_file() else []), *sys.path]
+    quiet = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        stack.callback(logging.disable, before)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(contextlib.redirect_stdout(quiet))
+        stack.enter_context(contextlib.redirect_stderr(quiet))
+        stack.enter_context(mock.patch.dict(os.environ, variables, clear=True))
+        stack.enter_context(mock.patch.object(sys, "path", path))
+        import torch
+
+        if command.cpu or not torch.cuda.is_available():
+            properties = SimpleNamespace(major=_HOPPER, minor=0)
+            for name, value in (
+                ("get_device_properties", properties),
+                ("get_device_capability", (_HOPPER, 0)),
+            ):
+                stack.enter_context(
+                    mock.patch.object(torch.cuda, name, lambda device=None, value=value: value)
+                )
+        yield
+
+
+def _without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Whoever looks at a command inside of a job is not to see its ranks."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    return {name: value for name, value in environment.items() if name not in names}

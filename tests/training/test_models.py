@@ -1,0 +1,73 @@
+"""Models that people train: the same losses on several stages as on one, as in test_equality.py."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.shared_jobs import Results, job
+from tests.training.cases import CLIP, MUON, Case, check_close, parameters
+
+TWO_VERSIONS: dict[str, Any] = {"pipeline_schedule": "pipedream-2bw"}
+FRESH: dict[str, Any] = {"pipeline_schedule": "fresh-2bw", "delayed_microbatches": 1}
+STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+
+
+def _case(
+    name: str,
+    model: str,
+    schedule: dict[str, Any],
+    layout: dict[str, Any] | None = None,
+    *,
+    ranks: int = 2,
+    slow: bool = True,
+    **flags: Any,
+) -> Case:
+    """A layout, two stages by default, against a single stage."""
+    common = {**schedule, "clip_grad": CLIP, **flags}
+    return Case(
+        name,
+        job(ranks, model=model, **common, **(STAGES if layout is None else layout)),
+        job(1, model=model, **common),
+        slow=slow,
+    )
+
+
+CASES = [
+    # Grouped queries, QK layernorm, RMSNorm, SwiGLU, rotary positions.
+    _case("llama-fresh", "llama", FRESH, slow=False),
+    _case("llama", "llama", TWO_VERSIONS),
+    _case("llama-pp4", "llama", TWO_VERSIONS, {"pipeline_model_parallel_size": 4}, ranks=4),
+    # Muon splits the query, key and value matrices, of unequal size with grouped queries.
+    _case("llama-muon", "llama", FRESH, **MUON),
+    _case("latent-fresh", "latent", FRESH, slow=False),
+    _case("latent", "latent", TWO_VERSIONS),
+    _case("latent-muon", "latent", FRESH, **MUON),
+    # Shared experts, groups of experts, a dense layer first, the sequences' auxiliary loss.
+    # Stage 0 completes the first update before the first log line, the others behind it.
+    _case("shared-experts-fresh", "shared-experts", FRESH, slow=False),
+    _case("shared-experts", "shared-experts", TWO_VERSIONS),
+    _case(
+        "layout",
+        "tied",
+        FRESH,
+        {**STAGES, "pipeline_model_parallel_layout": "Ettt|tL"},
+        slow=False,
+    ),
+    _case(
+        "layout-with-bare-ends",
+        "untied",
+        TWO_VERSIONS,
+        {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "E|tt|tt|L"},
+        ranks=4,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_stages_agree_with_one(results: Results, case: Case) -> None:
+    found, wanted = results[case.job], results[case.like]
+    losses = wanted.losses
+    assert len(found.losses) == len(losses) == 10
+    check_close("losses", dict(enumerate(found.losses)), dict(enumerate(losses)), case.rtol)
+    assert max(losses) - min(losses) > 100 * case.rtol * max(losses)
+    check_close("norms", found.norms, wanted.norms, case.norm_rtol)
