@@ -40,7 +40,7 @@ done
 cat >&2 <<EOM
 No Python >= 3.12 with the venv module was found: not on PATH (python3.12, python3.13, python3,
 python3.14) and not under $pyenv_versions.
-Megatron 0.19 needs one. Get it with one of:
+Megatron needs one. Get it with one of:
     pyenv install 3.12
     sudo apt-get install python3.12 python3.12-venv      (Ubuntu 24.04)
     conda create -n py312 python=3.12 && conda activate py312
