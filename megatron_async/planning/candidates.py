@@ -1,13 +1,17 @@
 """The schedules that can be planned and drawn: each registered one, and those that defer their
 updates once more without that."""
 
+import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_async.registry import Flag
 from megatron_async.schedules import SCHEDULES, Schedule
 from megatron_async.schedules.actions import Action
 from megatron_async.schedules.schedule import Pipeline, action_lists, settled_calls
 
-__all__ = ["Candidate", "candidate", "candidates"]
+__all__ = ["Candidate", "add_schedule_flags", "candidate", "candidates", "schedule_values"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +37,28 @@ class Candidate:
         chunks: int = 2,
         gather_ahead: bool = False,
         reduce_late: bool = False,
+        extra_warmup: int = 0,
+        flags: Mapping[str, Any] | None = None,
     ) -> Pipeline:
-        """Return what its lists are made for; what the schedule does not have is left out."""
+        """Return what its lists are made for; what the schedule does not have is left out.
+
+        Args:
+            stages: p.
+            chunks: on each stage, of interleaved schedules.
+            gather_ahead: parameters are gathered under computation.
+            reduce_late: with a second gradient buffer.
+            extra_warmup: of ``--pipeline-extra-warmup``.
+            flags: values of schedules' flags, by their ``dest``.
+        """
+        own = {flag.dest for flag in self.schedule.flags}
         return Pipeline(
             stages=stages,
             deferred=self.deferred,
             gather_ahead=gather_ahead,
             reduce_late=reduce_late and self.deferred,
             chunks=chunks if self.schedule.interleaved else 1,
+            extra_warmup=extra_warmup if self.schedule.extra_warmup else 0,
+            flags={dest: value for dest, value in (flags or {}).items() if dest in own},
         )
 
     def lists(
@@ -61,6 +79,37 @@ class Candidate:
         if iterations is None:
             iterations = settled_calls(self.schedule, pipeline, microbatches)
         return action_lists(self.schedule, pipeline, [microbatches] * iterations)
+
+
+def _schedule_flags() -> list[Flag]:
+    """Those of schedules that defer their updates; what an emulation takes is nothing to plan."""
+    found = {flag.dest: flag for each in SCHEDULES if each.deferrable for flag in each.flags}
+    return list(found.values())
+
+
+def add_schedule_flags(parser: Any) -> None:
+    """Add the flags of a run that its action lists depend on, by the same names."""
+    parser.add_argument(
+        "--pipeline-extra-warmup", type=int, default=0, metavar="E", help="as in training"
+    )
+    for flag in _schedule_flags():
+        flag.add_to(parser)
+
+
+def schedule_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what :meth:`Candidate.pipeline` takes of those flags.
+
+    Raises:
+        ValueError: a number that no schedule can run with.
+    """
+    most = max(args.stages - 1, 0)
+    if not 0 <= args.pipeline_extra_warmup <= most:
+        raise ValueError(
+            f"--pipeline-extra-warmup is from 0 to {most} with {args.stages} stages, got "
+            f"{args.pipeline_extra_warmup}"
+        )
+    flags = {flag.dest: getattr(args, flag.dest) for flag in _schedule_flags()}
+    return {"extra_warmup": args.pipeline_extra_warmup, "flags": flags}
 
 
 def candidates() -> list[Candidate]:

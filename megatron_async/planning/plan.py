@@ -3,15 +3,20 @@
 import argparse
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron_async.corrections import CORRECTIONS, RECOMMENDED
 from megatron_async.corrections.correction import ADAPTIVE_STRENGTH
 from megatron_async.optimizers import OPTIMIZERS
-from megatron_async.planning.candidates import Candidate, candidates
+from megatron_async.planning.candidates import (
+    Candidate,
+    add_schedule_flags,
+    candidates,
+    schedule_values,
+)
 from megatron_async.planning.memory import (
     Layout,
     ModelShape,
@@ -59,10 +64,17 @@ def predict(
     chunks: int = 2,
     gather_ahead: bool = False,
     reduce_late: bool = False,
+    extra_warmup: int = 0,
+    flags: Mapping[str, Any] | None = None,
 ) -> Prediction:
-    """Simulate a schedule."""
+    """Simulate a schedule. Arguments are those of :meth:`Candidate.pipeline`."""
     pipeline = candidate.pipeline(
-        stages=stages, chunks=chunks, gather_ahead=gather_ahead, reduce_late=reduce_late
+        stages=stages,
+        chunks=chunks,
+        gather_ahead=gather_ahead,
+        reduce_late=reduce_late,
+        extra_warmup=extra_warmup,
+        flags=flags,
     )
     try:
         lists = candidate.lists(pipeline, microbatches=microbatches)
@@ -115,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 chunks=args.chunks,
                 gather_ahead=args.overlap_param_gather,
                 reduce_late=args.second_grad_buffer,
+                **schedule_values(args),
             )
             for each in candidates()
         ]
@@ -269,6 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         "--delay-correction-adaptive-strength", action="store_true", help="one more buffer"
     )
     run.add_argument("--second-grad-buffer", action="store_true", help="one more set of gradients")
+    add_schedule_flags(run)
     run.add_argument(
         "--overlap-param-gather", action="store_true", help="gather new versions under computation"
     )

@@ -10,7 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from megatron_async.planning.candidates import Candidate, candidate, candidates
+from megatron_async.planning.candidates import (
+    Candidate,
+    add_schedule_flags,
+    candidate,
+    candidates,
+    schedule_values,
+)
 from megatron_async.schedules import RECOMMENDED
 from megatron_async.schedules.actions import Kind
 from megatron_async.schedules.schedule import settled_calls
@@ -49,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if min(args.forward_ms, args.backward_ms) <= 0:
             raise ValueError("--forward-ms and --backward-ms must be positive")
+        if args.stages < 1:
+            raise ValueError(f"--stages must be at least 1, got {args.stages}")
         if args.iterations < 1:
             raise ValueError(f"--iterations must be at least 1, got {args.iterations}")
         for each in drawn:
@@ -57,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 chunks=args.chunks,
                 gather_ahead=args.overlap_param_gather,
                 reduce_late=args.second_grad_buffer,
+                **schedule_values(args),
             )
             settled = settled_calls(each.schedule, pipeline, args.microbatches)
             for iterations in (args.iterations, max(args.iterations, settled)):
@@ -125,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--second-grad-buffer", action="store_true", help="reduce under the next batch"
     )
+    add_schedule_flags(parser)
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a picture")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the events as CSV")
     parser.add_argument("--width", type=int, help="columns of text (default: the terminal's)")

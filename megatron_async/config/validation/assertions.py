@@ -8,11 +8,14 @@ megatron/core/transformer/transformer_block.py, ``build_train_valid_test_data_lo
 megatron/training/training.py.
 """
 
+import itertools
+from collections.abc import Callable
 from typing import Any, Final
 
 from megatron_async.config.validation.rule import Rule, Scope, Subject, rule
+from megatron_async.megatron.training import step_batch_sizes
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "step_schedule_problem"]
 
 _VIRTUAL: Final = (
     "num_layers_per_virtual_pipeline_stage",
@@ -47,7 +50,9 @@ def _even(subject: Subject) -> bool:
 
 def _divides(subject: Subject) -> bool:
     layers = _counted_layers(subject)
-    return layers is None or not _even(subject) or layers % subject.stages == 0
+    if layers is None or not _even(subject) or subject.stages < 1:
+        return True
+    return layers % subject.stages == 0
 
 
 def _middle(subject: Subject) -> tuple[int, int] | None:
@@ -69,16 +74,44 @@ def _fits(subject: Subject) -> bool:
     if middle is None:
         return True
     layers, stages = middle
-    return layers == 0 if stages == 0 else layers >= 0 and stages > 0 and layers % stages == 0
+    return layers == 0 if stages == 0 else layers > 0 and stages > 0 and layers % stages == 0
 
 
 def _misfit(subject: Subject) -> str:
     layers, stages = _middle(subject) or (0, 0)
     if layers < 0:
         return f"the first and the last stage take {-layers} layers more than there are"
+    if layers == 0:
+        return f"no layers are left for the {stages} stages in between"
     if stages <= 0:
         return f"{layers} layers are left, and no stages between the first and the last"
     return f"{layers} layers are left, which do not divide into the {stages} stages in between"
+
+
+def _below_one(name: str) -> Callable[[Subject], bool]:
+    return lambda s: s.get(name) is not None and s.get(name) < 1
+
+
+def step_schedule_problem(subject: Subject) -> str | None:
+    """What is wrong with --step-batch-size-schedule, as Megatron's calculator asserts it."""
+    schedule = subject.get("step_batch_size_schedule")
+    if schedule is None:
+        return None
+    try:
+        steps = step_batch_sizes(schedule, subject.get("seq_length"))
+    except ValueError as error:
+        return str(error).rstrip(".")
+    thresholds = [threshold for threshold, _ in steps]
+    if not steps or thresholds[0] != 0:
+        return "its first threshold is not 0"
+    if any(size < 1 for _, size in steps):
+        return "a batch has at least one sequence"
+    if any(after <= before for before, after in itertools.pairwise(thresholds)):
+        return (
+            "its thresholds, in sequences, do not increase: "
+            f"{', '.join(map(str, thresholds))} with --seq-length {subject.get('seq_length')}"
+        )
+    return None
 
 
 def _is_interleaved(subject: Subject) -> bool:
@@ -109,16 +142,54 @@ RULES: Final[tuple[Rule, ...]] = (
     ),
     rule(
         "--eval-interval",
-        "0 iterations are no interval, and Megatron divides by it",
+        lambda s: (
+            f"{s.get('eval_interval')} iterations are no interval, and Megatron divides by it"
+        ),
         "Leave evaluations out with --eval-iters 0, and keep an interval of 1 or more.",
-        when=lambda s: s.get("eval_interval") == 0,
+        when=_below_one("eval_interval"),
         name="eval_interval",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--log-interval",
+        lambda s: f"{s.get('log_interval')} iterations are no interval, and Megatron divides by it",
+        "Give 1 or more; a number above --train-iters logs nothing.",
+        when=_below_one("log_interval"),
+        name="log_interval",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--pipeline-model-parallel-size",
+        lambda s: f"there are no {s.stages} pipeline stages",
+        "Give 1 or more.",
+        when=lambda s: s.stages < 1,
+        name="no_stages",
+        scope=Scope.ALWAYS,
+    ),
+    *(
+        rule(
+            f"--{name.replace('_', '-')}",
+            "a batch has at least one sequence",
+            "Give 1 or more.",
+            when=_below_one(name),
+            name=name,
+            scope=Scope.ALWAYS,
+        )
+        for name in ("micro_batch_size", "global_batch_size")
+    ),
+    rule(
+        "--step-batch-size-schedule",
+        lambda s: step_schedule_problem(s) or "",
+        "Give THRESHOLD:BATCH_SIZE pairs: thresholds in tokens (K, M, B and T may follow), the "
+        "first 0, each at least --seq-length above the one before it; batch sizes in sequences.",
+        when=lambda s: step_schedule_problem(s) is not None,
+        name="step_schedule",
         scope=Scope.ALWAYS,
     ),
     rule(
         "--save",
         "Megatron wants to know how often to save",
-        "Add --save-interval N.",
+        "Give a --save-interval of 1 or more.",
         when=lambda s: s.get("save") is not None and not s.get("save_interval"),
         name="save_interval",
         scope=Scope.ALWAYS,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from megatron_async.config.validation.assertions import step_schedule_problem
 from megatron_async.config.validation.rule import Rule, Subject, dest_of, given, rule
 from megatron_async.megatron.training import step_batch_sizes
 
@@ -50,7 +51,7 @@ def _steps(subject: Subject) -> list[_Step]:
     far are below the next threshold.
     """
     schedule = subject.get("step_batch_size_schedule")
-    if schedule is None:
+    if schedule is None or step_schedule_problem(subject) is not None:
         return []
     parsed = step_batch_sizes(schedule, subject.get("seq_length"))
     steps: list[_Step] = []
