@@ -8,7 +8,7 @@ network can be, and the same in each run.
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,34 +161,50 @@ class _Watch:
         """Make the gathers late that ``start`` starts."""
 
         def start_param_sync(group: Any, force_sync: bool = False) -> None:
-            from megatron.core.distributed.param_and_grad_buffer import shard_buffer
-
-            from megatron_async.runtime.run import run
-
             start(group, force_sync=force_sync)
             if group.param_gather_handle is None:
                 return
             group.param_gather_handle.wait()
-            ranks = group.intra_distributed_optimizer_instance_size
-            shards = [shard_buffer(bucket.param_data, ranks) for bucket in group.buckets]
-            own = group.intra_distributed_optimizer_instance_rank
-            pieces = [
-                (piece, piece.clone())
-                for shard in shards
-                for rank, piece in enumerate(shard)
-                if rank != own
-            ]
-            for piece, _ in pieces:
-                piece.fill_(float("nan"))
-            assert run.engine is not None
-            version, before = run.engine.weights.newest, self._computed
-
-            def arrived() -> None:
-                self._seen.hidden[version] = self._computed - before
-
-            group.param_gather_handle = _Late(pieces, arrived)
+            group.param_gather_handle = self._late([group])
 
         return start_param_sync
+
+    def late_together(self, start: Any) -> Any:
+        """The same for what starts all gathers of a version at once."""
+
+        def start_param_gathers(model_chunk: Any) -> list[Any]:
+            from megatron_async.megatron.data_parallel import bucket_groups
+
+            for work in start(model_chunk):
+                work.wait()
+            return [self._late(bucket_groups(model_chunk))]
+
+        return start_param_gathers
+
+    def _late(self, groups: Sequence[Any]) -> _Late:
+        """Hide what other ranks have sent for some bucket groups."""
+        from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+        from megatron_async.runtime.run import run
+
+        pieces = [
+            (piece, piece.clone())
+            for group in groups
+            for bucket in group.buckets
+            for rank, piece in enumerate(
+                shard_buffer(bucket.param_data, group.intra_distributed_optimizer_instance_size)
+            )
+            if rank != group.intra_distributed_optimizer_instance_rank
+        ]
+        for piece, _ in pieces:
+            piece.fill_(float("nan"))
+        assert run.engine is not None
+        version, before = run.engine.weights.newest, self._computed
+
+        def arrived() -> None:
+            self._seen.hidden[version] = self._computed - before
+
+        return _Late(pieces, arrived)
 
 
 def _settled(train_step: Any) -> Any:
@@ -213,6 +229,9 @@ def install(place: str, *, late: bool) -> None:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
+
+    from megatron_async.megatron.data_parallel import start_param_gathers
+    from megatron_async.runtime import updates
 
     watch = _Watch(place)
     setup, train = training.setup_model_and_optimizer, training.train
@@ -256,3 +275,5 @@ def install(place: str, *, late: bool) -> None:
     else:
         groups = param_and_grad_buffer._ParamAndGradBucketGroup
         groups.start_param_sync = watch.late(groups.start_param_sync)
+        name = start_param_gathers.__name__
+        setattr(updates, name, watch.late_together(start_param_gathers))
