@@ -61,7 +61,7 @@ def parse(
         * args.pipeline_model_parallel_size
         * args.context_parallel_size
     )
-    args.data_parallel_size = world_size // model_size
+    args.data_parallel_size = world_size // max(model_size, 1)
     args.gtp_weight_remat_size = 1
     args.virtual_pipeline_model_parallel_size = None
     set_defaults(args)

@@ -12,6 +12,11 @@ CASES: dict[str, list[str]] = {
     "undivided_layers": ["--num-layers", "6"],
     "layers_left": ["--decoder-first-pipeline-num-layers", "3"],
     "eval_interval": ["--eval-interval", "0"],
+    "log_interval": ["--log-interval", "0"],
+    "no_stages": ["--pipeline-model-parallel-size", "0"],
+    "micro_batch_size": ["--micro-batch-size", "0"],
+    "global_batch_size": ["--global-batch-size", "0"],
+    "step_schedule": ["--step-batch-size-schedule", "0:4 8:8"],
     "save_interval": ["--save", "checkpoints"],
     "overlap_p2p_comm_warmup_flush_without_interleaving": [
         "--overlap-p2p-communication-warmup-flush"
@@ -70,6 +75,10 @@ def test_megatron_says_less(parser: argparse.ArgumentParser, name: str) -> None:
             "9 layers do not divide into 4 pipeline stages",
         ),
         (
+            ["--decoder-first-pipeline-num-layers", "8"],
+            "no layers are left for the 3 stages in between",
+        ),
+        (
             ["--decoder-first-pipeline-num-layers", "3"],
             "5 layers are left, which do not divide into the 3 stages in between",
         ),
@@ -106,9 +115,28 @@ def test_layers_are_counted(parser: argparse.ArgumentParser, argv: list[str], wo
 
 
 @pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ("4 8", 'Invalid schedule entry "4"'),
+        ("0:x 4:8", "could not convert"),
+        ("0:0 16K:8", "a batch has at least one sequence"),
+        ("16K:8 32K:16", "its first threshold is not 0"),
+        ("0:4 8:8", "its thresholds, in sequences, do not increase: 0, 0"),
+    ],
+)
+def test_a_step_schedule_is_read(
+    parser: argparse.ArgumentParser, schedule: str, words: str
+) -> None:
+    argv = [*PLAIN, *ASYNC, "--step-batch-size-schedule", schedule]
+    (message,) = problems(parse(parser, argv))
+    assert words in message
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         [],
+        ["--step-batch-size-schedule", "0:8 64K:16"],
         ["--decoder-first-pipeline-num-layers", "2"],
         [
             *("--pipeline-model-parallel-size", "2"),

@@ -36,6 +36,26 @@ def test_predictions() -> None:
     assert "at least 3 microbatches" in few.problem
 
 
+def test_more_microbatches_in_flight_hide_late_messages() -> None:
+    costs = Costs(forward=60, backward=120, optimizer=36, latency=12)
+    fresh = candidate("fresh-2bw")
+    plain, extra = (
+        predict(fresh, stages=4, microbatches=8, costs=costs, extra_warmup=e) for e in (0, 3)
+    )
+    assert plain.time > 1.05 * (8 * 180 + 36)
+    assert extra.time == pytest.approx(8 * 180 + 36)
+    assert plain.in_flight == (4, 3, 2, 1)
+    assert extra.in_flight == (7, 5, 3, 1)
+    # What the first one does not have is left out.
+    old = candidate("1f1b")
+    assert predict(old, stages=4, microbatches=8, costs=costs, extra_warmup=3).in_flight == (
+        plain.in_flight
+    )
+    few = predict(fresh, stages=4, microbatches=8, costs=costs, flags={"delayed_microbatches": 2})
+    assert few.problem is not None
+    assert "Give a number from 3 to 8" in few.problem
+
+
 def test_flops_are_two_for_each_weight_and_token_and_the_scores() -> None:
     shape = shape_of({"bias": False})
     layout = layout_of({"stages": 4})
