@@ -11,7 +11,7 @@ from megatron_async.schedules import SCHEDULES, Schedule
 from megatron_async.schedules.actions import Action
 from megatron_async.schedules.schedule import Pipeline, action_lists, settled_calls
 
-__all__ = ["Candidate", "add_schedule_flags", "candidate", "candidates", "schedule_values"]
+__all__ = ["Candidate", "add_schedule_flags", "candidate", "candidates", "pipeline_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ def add_schedule_flags(parser: Any) -> None:
         flag.add_to(parser)
 
 
-def schedule_values(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what :meth:`Candidate.pipeline` takes of those flags.
+def pipeline_of(candidate: Candidate, args: argparse.Namespace) -> Pipeline:
+    """Return the pipeline of a candidate that a command's flags describe.
 
     Raises:
         ValueError: a number that no schedule can run with.
@@ -108,8 +108,14 @@ def schedule_values(args: argparse.Namespace) -> dict[str, Any]:
             f"--pipeline-extra-warmup is from 0 to {most} with {args.stages} stages, got "
             f"{args.pipeline_extra_warmup}"
         )
-    flags = {flag.dest: getattr(args, flag.dest) for flag in _schedule_flags()}
-    return {"extra_warmup": args.pipeline_extra_warmup, "flags": flags}
+    return candidate.pipeline(
+        stages=args.stages,
+        chunks=args.chunks,
+        gather_ahead=args.overlap_param_gather,
+        reduce_late=args.second_grad_buffer,
+        extra_warmup=args.pipeline_extra_warmup,
+        flags={flag.dest: getattr(args, flag.dest) for flag in _schedule_flags()},
+    )
 
 
 def candidates() -> list[Candidate]:

@@ -3,10 +3,10 @@
 import argparse
 import csv
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from megatron_async.corrections import CORRECTIONS, RECOMMENDED
 from megatron_async.corrections.correction import ADAPTIVE_STRENGTH
@@ -15,7 +15,7 @@ from megatron_async.planning.candidates import (
     Candidate,
     add_schedule_flags,
     candidates,
-    schedule_values,
+    pipeline_of,
 )
 from megatron_async.planning.memory import (
     Layout,
@@ -27,6 +27,7 @@ from megatron_async.planning.memory import (
 )
 from megatron_async.schedules import RECOMMENDED as RECOMMENDED_SCHEDULE
 from megatron_async.schedules.one_f_one_b import ONE_F_ONE_B
+from megatron_async.schedules.schedule import Pipeline
 from megatron_async.schedules.simulator import Costs, simulate
 
 __all__ = ["Prediction", "forward_flops", "main", "predict"]
@@ -58,24 +59,11 @@ class Prediction:
 def predict(
     candidate: Candidate,
     *,
-    stages: int,
+    pipeline: Pipeline,
     microbatches: int,
     costs: Costs,
-    chunks: int = 2,
-    gather_ahead: bool = False,
-    reduce_late: bool = False,
-    extra_warmup: int = 0,
-    flags: Mapping[str, Any] | None = None,
 ) -> Prediction:
-    """Simulate a schedule. Arguments are those of :meth:`Candidate.pipeline`."""
-    pipeline = candidate.pipeline(
-        stages=stages,
-        chunks=chunks,
-        gather_ahead=gather_ahead,
-        reduce_late=reduce_late,
-        extra_warmup=extra_warmup,
-        flags=flags,
-    )
+    """Simulate a schedule on one of its pipelines, see :meth:`Candidate.pipeline`."""
     try:
         lists = candidate.lists(pipeline, microbatches=microbatches)
     except ValueError as error:
@@ -86,9 +74,9 @@ def predict(
         candidate=candidate,
         time=run.iteration_time,
         ideal=run.ideal_time,
-        idle=sum(run.idle_shares) / stages,
+        idle=sum(run.idle_shares) / pipeline.stages,
         in_flight=tuple(peak_in_flight(actions) for actions in lists),
-        versions=tuple(rule.kept(stage) for stage in range(stages)),
+        versions=tuple(rule.kept(stage) for stage in range(pipeline.stages)),
     )
 
 
@@ -121,13 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         predictions = [
             predict(
                 each,
-                stages=args.stages,
+                pipeline=pipeline_of(each, args),
                 microbatches=args.microbatches,
                 costs=costs,
-                chunks=args.chunks,
-                gather_ahead=args.overlap_param_gather,
-                reduce_late=args.second_grad_buffer,
-                **schedule_values(args),
             )
             for each in candidates()
         ]

@@ -15,12 +15,13 @@ from megatron_async.planning.candidates import (
     add_schedule_flags,
     candidate,
     candidates,
-    schedule_values,
+    pipeline_of,
 )
 from megatron_async.schedules import RECOMMENDED
 from megatron_async.schedules.actions import Kind
+from megatron_async.schedules.cost_flags import add_cost_flags, costs_of
 from megatron_async.schedules.schedule import settled_calls
-from megatron_async.schedules.simulator import Costs, Event, Simulation, simulate
+from megatron_async.schedules.simulator import Event, Simulation, simulate
 
 __all__ = ["draw_png", "draw_text", "main"]
 
@@ -42,14 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     every = "all" in args.schedule
     drawn = candidates() if every else [candidate(n) for n in dict.fromkeys(args.schedule)]
-    costs = Costs(
-        forward=args.forward_ms,
-        backward=args.backward_ms,
-        optimizer=args.optimizer_ms,
-        latency=args.latency_ms,
-        reduction=args.reduction_ms,
-        gather=args.gather_ms,
-    )
+    costs = costs_of(args)
     runs: list[tuple[Candidate, Simulation]] = []
     steady: dict[str, Simulation] = {}
     try:
@@ -60,13 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.iterations < 1:
             raise ValueError(f"--iterations must be at least 1, got {args.iterations}")
         for each in drawn:
-            pipeline = each.pipeline(
-                stages=args.stages,
-                chunks=args.chunks,
-                gather_ahead=args.overlap_param_gather,
-                reduce_late=args.second_grad_buffer,
-                **schedule_values(args),
-            )
+            pipeline = pipeline_of(each, args)
             settled = settled_calls(each.schedule, pipeline, args.microbatches)
             for iterations in (args.iterations, max(args.iterations, settled)):
                 lists = each.lists(pipeline, microbatches=args.microbatches, iterations=iterations)
@@ -117,17 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one or more of {', '.join(names)}, or all (default: {RECOMMENDED})",
     )
     parser.add_argument("--iterations", type=int, default=3, help="iterations to draw (default 3)")
-    parser.add_argument("--forward-ms", type=float, default=1.0, help="forward of a microbatch")
-    parser.add_argument("--backward-ms", type=float, default=2.0, help="its backward")
-    parser.add_argument("--optimizer-ms", type=float, default=0.0, help="optimizer step of a stage")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="one message between stages")
+    add_cost_flags(parser)
     parser.add_argument("--chunks", type=int, default=2, help="model chunks of interleaved 1F1B")
-    parser.add_argument(
-        "--reduction-ms", type=float, default=0.0, help="a batch's data-parallel reduction"
-    )
-    parser.add_argument(
-        "--gather-ms", type=float, default=0.0, help="a version's data-parallel gather"
-    )
     parser.add_argument(
         "--overlap-param-gather", action="store_true", help="gather under computation"
     )

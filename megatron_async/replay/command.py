@@ -15,7 +15,7 @@ from megatron_async.replay.nccl import MismatchError
 from megatron_async.replay.races import find_races
 from megatron_async.replay.steady import SteadyState, steady_state
 from megatron_async.replay.trace import Trace, TraceError, read_all
-from megatron_async.schedules.simulator import Costs
+from megatron_async.schedules.cost_flags import add_cost_flags, costs_of
 
 __all__ = ["main"]
 
@@ -24,14 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 0, 1 after a fault, 2 if the folder cannot be read."""
     parser = _parser()
     args = parser.parse_args(argv)
-    costs = Costs(
-        forward=args.forward_ms,
-        backward=args.backward_ms,
-        optimizer=args.optimizer_ms,
-        latency=args.latency_ms,
-        reduction=args.reduction_ms,
-        gather=args.gather_ms,
-    )
+    costs = costs_of(args)
     try:
         traces = read_all(args.directory)
     except (TraceError, OSError) as error:
@@ -134,16 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="hardware queues, as CUDA_DEVICE_MAX_CONNECTIONS sets them (default: 1 8 32)",
     )
-    parser.add_argument("--forward-ms", type=float, default=1.0, help="forward of a microbatch")
-    parser.add_argument("--backward-ms", type=float, default=2.0, help="its backward")
-    parser.add_argument("--optimizer-ms", type=float, default=0.0, help="optimizer step of a stage")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="one message of NCCL or gloo")
-    parser.add_argument(
-        "--reduction-ms", type=float, default=0.0, help="a batch's data-parallel reduction"
-    )
-    parser.add_argument(
-        "--gather-ms", type=float, default=0.0, help="a version's data-parallel gather"
-    )
+    add_cost_flags(parser, message="one message of NCCL or gloo")
     parser.add_argument(
         "--launch-us", type=float, default=0.0, help="host time to launch a kernel (default 0)"
     )

@@ -16,7 +16,7 @@ from tests.planning.models import layout_of, shape_of
 def test_predictions() -> None:
     costs = Costs(forward=60, backward=120, optimizer=36)
     times = {
-        each.name: predict(each, stages=4, microbatches=4, costs=costs).time
+        each.name: predict(each, pipeline=each.pipeline(stages=4), microbatches=4, costs=costs).time
         for each in candidates()
     }
     assert times == pytest.approx(
@@ -31,7 +31,8 @@ def test_predictions() -> None:
             "pipedream": 1116,
         }
     )
-    few = predict(candidate("pipedream-2bw"), stages=4, microbatches=2, costs=costs)
+    old = candidate("pipedream-2bw")
+    few = predict(old, pipeline=old.pipeline(stages=4), microbatches=2, costs=costs)
     assert few.problem is not None
     assert "at least 3 microbatches" in few.problem
 
@@ -40,7 +41,13 @@ def test_more_microbatches_in_flight_hide_late_messages() -> None:
     costs = Costs(forward=60, backward=120, optimizer=36, latency=12)
     fresh = candidate("fresh-2bw")
     plain, extra = (
-        predict(fresh, stages=4, microbatches=8, costs=costs, extra_warmup=e) for e in (0, 3)
+        predict(
+            fresh,
+            pipeline=fresh.pipeline(stages=4, extra_warmup=e),
+            microbatches=8,
+            costs=costs,
+        )
+        for e in (0, 3)
     )
     assert plain.time > 1.05 * (8 * 180 + 36)
     assert extra.time == pytest.approx(8 * 180 + 36)
@@ -48,10 +55,11 @@ def test_more_microbatches_in_flight_hide_late_messages() -> None:
     assert extra.in_flight == (7, 5, 3, 1)
     # What the first one does not have is left out.
     old = candidate("1f1b")
-    assert predict(old, stages=4, microbatches=8, costs=costs, extra_warmup=3).in_flight == (
-        plain.in_flight
-    )
-    few = predict(fresh, stages=4, microbatches=8, costs=costs, flags={"delayed_microbatches": 2})
+    pipeline = old.pipeline(stages=4, extra_warmup=3)
+    unchanged = predict(old, pipeline=pipeline, microbatches=8, costs=costs)
+    assert unchanged.in_flight == plain.in_flight
+    pipeline = fresh.pipeline(stages=4, flags={"delayed_microbatches": 2})
+    few = predict(fresh, pipeline=pipeline, microbatches=8, costs=costs)
     assert few.problem is not None
     assert "Give a number from 3 to 8" in few.problem
 
