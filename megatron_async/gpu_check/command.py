@@ -77,7 +77,10 @@ def check(bench: Bench) -> list[Row]:
     ]
     if machine.cpu or machine.stages > 1:
         model = SMALL if machine.cpu else PIPELINE
-        todo += [("bubble", _bubble), ("speed over 1F1B", _speed)]
+        todo += [
+            ("bubble", _against_1f1b(checks.bubble)),
+            ("speed over 1F1B", _against_1f1b(checks.speed)),
+        ]
         todo += _memory(
             model, "2bw", "1f1b", stages=machine.stages, microbatches=machine.microbatches
         )
@@ -138,26 +141,16 @@ def _needs_two(bench: Bench) -> Row:
     return not_checked("needs two GPUs")
 
 
-def _bubble(bench: Bench) -> Row:
-    machine = bench.machine
-    row = checks.bubble(
-        bench.log("2bw"),
-        bench.log("1f1b"),
-        stages=machine.stages,
-        microbatches=machine.microbatches,
-    )
-    return _on_gpus(bench, row)
+def _against_1f1b(check: Callable[..., Row]) -> Callable[[Bench], Row]:
+    """A check of the large model's pipeline against Megatron's own."""
 
+    def row(bench: Bench) -> Row:
+        machine = bench.machine
+        logs = bench.log("2bw"), bench.log("1f1b")
+        measured = check(*logs, stages=machine.stages, microbatches=machine.microbatches)
+        return _on_gpus(bench, measured)
 
-def _speed(bench: Bench) -> Row:
-    machine = bench.machine
-    row = checks.speed(
-        bench.log("2bw"),
-        bench.log("1f1b"),
-        stages=machine.stages,
-        microbatches=machine.microbatches,
-    )
-    return _on_gpus(bench, row)
+    return row
 
 
 def _overhead(bench: Bench) -> Row:
