@@ -23,7 +23,7 @@ import psutil
 from megatron_async.study.launch import die_with_parent
 from megatron_async.tools.job import end_family
 
-__all__ = ["main"]
+__all__ = ["import_once", "main"]
 
 _INTERVAL_S = 0.05
 # What a run imports takes longer than all else in its launch. Nothing here may start a thread:
@@ -41,9 +41,8 @@ _MODULES = (
 )
 
 
-def main() -> None:
-    """Serve until the input ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def import_once() -> None:
+    """Import what a run on CPU ranks imports, for the forks of this process; starts no thread."""
     from megatron_async import cpu_backend
 
     cpu_backend.install()
@@ -52,6 +51,12 @@ def main() -> None:
     # Collections in a fork would write to, and so copy, every page that is shared with this one.
     gc.collect()
     gc.freeze()
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    import_once()
     running: dict[int, int] = {}
     try:
         _serve(running)

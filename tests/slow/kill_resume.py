@@ -25,8 +25,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_async.study.fork_host import import_once
 from megatron_async.tools.job import rank_environment
-from tests.support.fork import fork, import_once
+from tests.support.fork import fork
 from tests.support.gpt import ASYNC, PRETRAIN_GPT, Value, gpt_args
 from tests.support.steps import COMMON_FLAGS
 

@@ -1,36 +1,12 @@
-"""Forks: processes that are ranks, and need not import anything again."""
+"""Forks: processes that are ranks, and need not import anything again (``import_once`` of
+megatron_async/study/fork_host.py)."""
 
-import gc
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["fork", "import_once"]
-
-
-def import_once() -> None:
-    """Import what a job imports, which takes longer than what it does; starts no thread."""
-    import importlib
-
-    from megatron_async import cpu_backend
-
-    cpu_backend.install()
-    for module in (
-        "torch._dynamo",
-        "megatron.training.training",
-        "megatron.core.datasets.helpers_cpp",
-        "megatron.core.models.mimo",
-        "megatron.core.tokenizers.text.text_tokenizer",
-        "megatron_async.checkpoint.session",
-        "megatron_async.hooks",
-        "megatron_async.scripts.pretrain_gpt",
-        "megatron_async.config.startup",
-    ):
-        importlib.import_module(module)
-    # The end of a fork would else visit, and so copy, every page that it shares with this process.
-    gc.collect()
-    gc.freeze()
+__all__ = ["fork"]
 
 
 def fork(work: Callable[[], None], *, log: Path) -> int:

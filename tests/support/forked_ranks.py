@@ -25,7 +25,8 @@ from typing import Any
 
 import psutil
 
-from tests.support.fork import fork, import_once
+from megatron_async.study.fork_host import import_once
+from tests.support.fork import fork
 from tests.support.recorder import Recorder
 
 LIMIT = 180.0
