@@ -119,8 +119,8 @@ class WeightVersions:
         self._point_to(version)
 
     def compute_on(self, version: int) -> None:
-        """Let a microbatch run forward or backward on ``version``: :meth:`select`, unless stages
-        are emulated.
+        """Let a microbatch run forward or backward on ``version``: as :meth:`select`, but for the
+        parameters alone, which is all that it reads; other weights where stages are emulated.
 
         With a single version that is the newest, also if an older one is meant: an evaluation or a
         checkpoint has then completed an update early.
@@ -131,7 +131,6 @@ class WeightVersions:
         if self.count == 1 and version < self.newest:
             version = self.newest
         self._check(version)
-        # Forward and backward read the parameters alone.
         side = self._side(version)
         if side != self._computing:
             self._repoint_parameters(side)
