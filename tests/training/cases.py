@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.support.shared_jobs import Job
+from tests.support.shared_jobs import Job, Results
 
 __all__ = [
     "BF16",
@@ -19,6 +19,7 @@ __all__ = [
     "PER_TOKEN",
     "RECOMPUTED",
     "Case",
+    "check_agreement",
     "check_close",
     "parameters",
 ]
@@ -84,3 +85,14 @@ def check_close(name: str, found: dict[int, float], wanted: dict[int, float], rt
     worst = max(abs(found[i] - wanted[i]) / abs(wanted[i]) for i in wanted)
     assert worst <= rtol, f"{name} differ by {worst:.1e}: {found} and {wanted}"
     print(f"{name} differ by at most {worst:.1e}")
+
+
+def check_agreement(results: Results, case: Case) -> None:
+    """Compare losses and gradient norms of a case's two jobs."""
+    found, wanted = results[case.job], results[case.like]
+    losses = wanted.losses
+    assert len(found.losses) == len(losses) == 10
+    check_close("losses", dict(enumerate(found.losses)), dict(enumerate(losses)), case.rtol)
+    # Training changes the losses by far more than what is compared.
+    assert max(losses) - min(losses) > 100 * case.rtol * max(losses)
+    check_close("norms", found.norms, wanted.norms, case.norm_rtol)

@@ -22,6 +22,7 @@ from tests.training.cases import (
     PER_TOKEN,
     RECOMPUTED,
     Case,
+    check_agreement,
     check_close,
     parameters,
 )
@@ -291,14 +292,9 @@ CASES = [
 
 @pytest.mark.parametrize("case", parameters(CASES))
 def test_losses_and_norms_agree(results: Results, case: Case) -> None:
+    check_agreement(results, case)
     found, wanted = results[case.job], results[case.like]
-    losses = wanted.losses
-    assert len(found.losses) == len(losses) == 10
-    check_close("losses", dict(enumerate(found.losses)), dict(enumerate(losses)), case.rtol)
-    # Training changes the losses by far more than what is compared.
-    assert max(losses) - min(losses) > 100 * case.rtol * max(losses)
-    check_close("norms", found.norms, wanted.norms, case.norm_rtol)
-    assert sum(norm > CLIP for norm in wanted.norms.values()) > len(losses) / 2
+    assert sum(norm > CLIP for norm in wanted.norms.values()) > len(wanted.losses) / 2
     counted = bool(dict(case.job.flags).get("log_num_zeros_in_grad"))
     assert _zero_rows(found, counted=counted) == _zero_rows(wanted, counted=counted)
 

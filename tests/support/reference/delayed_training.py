@@ -32,6 +32,7 @@ the norms of so many parts of the model, each by its own; 1 for the norm of all)
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,17 @@ def _train(run: dict[str, Any], model: torch.nn.Module, batches: Any, args: Any)
     return versions[1:]
 
 
-def main() -> None:
+def run_all(
+    train: Callable[[dict[str, Any], torch.nn.Module, Any, Any], list[Weights]],
+    *,
+    two_matrices: bool = False,
+) -> None:
+    """Train what the command line asks for.
+
+    Args:
+        train: takes a run, the model, the batches and Megatron's arguments; returns W(1), W(2), ...
+        two_matrices: the model has a tied embedding and its output layer apart.
+    """
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     helpers = Path(dataset_utils.__file__).with_name("Makefile")
     if not helpers.exists():  # Megatron's wheel holds them compiled
@@ -251,13 +262,15 @@ def main() -> None:
         transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=not (
+            args.untie_embeddings_and_output_weights or two_matrices
+        ),
         position_embedding_type=args.position_embedding_type,
     )
     batches = _batches(args)
     for run in json.loads(args.runs.read_text()):
-        torch.save(_train(run, model, batches, args), run["out"])
+        torch.save(train(run, model, batches, args), run["out"])
 
 
 if __name__ == "__main__":
-    main()
+    run_all(_train)

@@ -14,26 +14,17 @@ RUNS.json is a list of objects: ``start``, ``out``, ``optimizer``, ``lr``, ``wei
 there, and ``stages`` (P).
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.datasets import utils as dataset_utils
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.training import initialize_megatron
-from megatron.training.argument_utils import core_transformer_config_from_args
-from megatron.training.arguments import parse_and_validate_args
 
 from tests.support.reference.delayed_training import (
     Weights,
-    _add_arguments,
-    _batches,
     _clipped,
     _gradient,
     _optimizer,
     _stage,
+    run_all,
 )
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -68,24 +59,5 @@ def _train(run: dict[str, Any], model: torch.nn.Module, batches: Any, args: Any)
     return versions[1:]
 
 
-def main() -> None:
-    args = parse_and_validate_args(extra_args_provider=_add_arguments)
-    helpers = Path(dataset_utils.__file__).with_name("Makefile")
-    if not helpers.exists():  # Megatron's wheel holds them compiled
-        dataset_utils.compile_helpers = lambda: None
-    initialize_megatron()
-    model = GPTModel(
-        config=core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type=args.position_embedding_type,
-    )
-    batches = _batches(args)
-    for run in json.loads(args.runs.read_text()):
-        torch.save(_train(run, model, batches, args), run["out"])
-
-
 if __name__ == "__main__":
-    main()
+    run_all(_train, two_matrices=True)
