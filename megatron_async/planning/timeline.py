@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from megatron_async.planning import perfetto
 from megatron_async.planning.candidates import (
     Candidate,
     add_schedule_flags,
@@ -18,7 +19,7 @@ from megatron_async.planning.candidates import (
     pipeline_of,
 )
 from megatron_async.schedules import RECOMMENDED
-from megatron_async.schedules.actions import Kind
+from megatron_async.schedules.actions import COMPUTE, Kind
 from megatron_async.schedules.cost_flags import add_cost_flags, costs_of
 from megatron_async.schedules.schedule import settled_calls
 from megatron_async.schedules.simulator import Event, Simulation, simulate
@@ -28,6 +29,7 @@ __all__ = ["draw_png", "draw_text", "main"]
 _LETTERS = {
     Kind.FORWARD: "F",
     Kind.BACKWARD: "B",
+    Kind.BACKWARD_WEIGHT: "W",
     Kind.UPDATE: "U",
     Kind.COMPLETE_UPDATE: "U",
 }
@@ -72,15 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw_text(run, sys.stdout, width=width, colour=colour)
         print()
     interleaved = any(each.schedule.interleaved for each in drawn)
+    split = any(each.schedule.split_backward for each in drawn)
     print(
         "F forward, B backward, each with its microbatch; U optimizer step; . idle"
         + ("; f, b of every second model chunk" if interleaved else "")
+        + ("; W gradients of the weights, of a split backward" if split else "")
         + ("; colours are batches" if colour else "")
     )
     if args.png:
         captions = [_caption(each, steady[each.name]) for each, _ in runs]
         draw_png([run for _, run in runs], captions, args.png)
         print(f"wrote {args.png}")
+    if args.perfetto:
+        perfetto.write(args.perfetto, [(c.title, list(perfetto.slices(run))) for c, run in runs])
+        print(f"wrote {args.perfetto}: open it at https://ui.perfetto.dev")
     if args.csv:
         _write_csv(runs, args.csv)
         print(f"wrote {args.csv}")
@@ -115,6 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_schedule_flags(parser)
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a picture")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="also write a trace for ui.perfetto.dev"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the events as CSV")
     parser.add_argument("--width", type=int, help="columns of text (default: the terminal's)")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
@@ -139,10 +149,7 @@ def draw_text(run: Simulation, out: TextIO, *, width: int, colour: bool) -> None
     ends can be rounded to columns; the optimizer step gets at least one.
     """
     shortest = min(
-        event.busy
-        for events in run.events
-        for event in events
-        if event.action.kind in (Kind.FORWARD, Kind.BACKWARD)
+        event.busy for events in run.events for event in events if event.action.kind in COMPUTE
     )
     scale = _BLOCK / shortest
     length = math.ceil(run.makespan * scale)
@@ -215,7 +222,7 @@ def draw_png(runs: Sequence[Simulation], captions: Sequence[str], path: Path) ->
         for stage, events in enumerate(run.events):
             for event in filter(_drawn, events):
                 action = event.action
-                compute = action.kind in (Kind.FORWARD, Kind.BACKWARD)
+                compute = action.kind in COMPUTE
                 forward = action.kind is Kind.FORWARD
                 colour = palette(action.batch % 10) if compute else "black"
                 axis.broken_barh(

@@ -216,6 +216,7 @@ class Schedule:
             the newest weights.
         equal_batches: whether all batches need the same number of microbatches on several stages.
         interleaved: whether each stage has several model chunks.
+        split_backward: whether a backward is split, see ``Kind.BACKWARD_WEIGHT``.
         emulated_stages: P, if one stage trains with the delays of P of them; else None.
         extra_warmup: whether it can have more microbatches in flight than 1F1B.
         flags: its own.
@@ -236,6 +237,7 @@ class Schedule:
     resumable: bool = True
     equal_batches: bool = False
     interleaved: bool = False
+    split_backward: bool = False
     emulated_stages: Callable[[Pipeline], int | None] = _not_emulated
     extra_warmup: bool = False
     flags: tuple[Flag, ...] = ()
