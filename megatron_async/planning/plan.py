@@ -12,6 +12,7 @@ from megatron_async.corrections import CORRECTIONS, RECOMMENDED
 from megatron_async.corrections.correction import ADAPTIVE_STRENGTH
 from megatron_async.optimizers import OPTIMIZERS
 from megatron_async.planning import search_command
+from megatron_async.planning.built import built_parameters
 from megatron_async.planning.candidates import (
     Candidate,
     add_schedule_flags,
@@ -23,6 +24,7 @@ from megatron_async.planning.memory import (
     ModelShape,
     StageMemory,
     Storage,
+    count_parameters,
     peak_in_flight,
     stage_memory,
 )
@@ -102,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         shape, layout = _model(args)
+        if args.check and shape is None:
+            raise ValueError("--check needs the model: --layers, --hidden-size and --heads")
         costs, unit = _costs(args, shape, layout)
         costs.per_stage(args.stages)
         predictions = [
@@ -128,7 +132,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nFor the memory, give --layers, --hidden-size and --heads.")
     if args.csv:
         _write_csv(args.csv, predictions, memory)
+    if args.check and shape is not None and layout is not None:
+        return _check(shape, layout)
     return 0
+
+
+def _check(shape: ModelShape, layout: Layout) -> int:
+    """Compare the counted parameters with those of the model that Megatron builds."""
+    try:
+        [built] = built_parameters([(shape, layout)])
+    except RuntimeError as error:
+        print(f"\n--check: {error}", file=sys.stderr)
+        return 1
+    rows = [["parameters of one rank", "counted", "built by Megatron"]]
+    wrong = False
+    for stage, there in enumerate(built):
+        counted = count_parameters(shape, layout, stage).total
+        wrong |= counted != there
+        rows.append([f"stage {stage}", f"{counted:,}", f"{there:,}"])
+    print()
+    print_table(rows)
+    print("They differ: please report it." if wrong else "They are equal.")
+    return int(wrong)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -234,6 +259,11 @@ def _parser() -> argparse.ArgumentParser:
     add_schedule_flags(run)
     run.add_argument(
         "--overlap-param-gather", action="store_true", help="gather new versions under computation"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="build each stage with Megatron, on the meta device, and compare the parameters",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table as CSV")
     return parser

@@ -53,9 +53,7 @@ def main(argv: Sequence[str]) -> int:
             optimizer=args.optimizer,
             distributed_optimizer=not args.no_distributed_optimizer,
             grad_reduce_in_bf16=args.grad_reduce_in_bf16,
-            correction_buffers=0
-            if correction == "none"
-            else CORRECTIONS[correction].buffers_with({}),
+            correction_buffers=0 if correction is None else correction.buffers_with({}),
             recompute=args.recompute,
         )
         found = list(
