@@ -21,7 +21,7 @@ from megatron_async.planning.memory import (
 )
 from megatron_async.planning.partition import layers_per_stage, partition
 from megatron_async.planning.times import Part, Rates, parts, stage_parts
-from megatron_async.schedules.schedule import settled_calls
+from megatron_async.schedules.schedule import Call, Pipeline, settled_calls
 from megatron_async.schedules.simulator import Costs, simulate
 
 __all__ = ["Choice", "Cluster", "layouts", "search"]
@@ -193,9 +193,8 @@ def _with_schedules(
         pipeline = candidate.pipeline(stages=stages, chunks=chunks)
         if stages == 1 and schedule.interleaved:
             continue
-        try:
-            lists = candidate.lists(pipeline, microbatches=microbatches, iterations=2)
-        except ValueError:
+        peaks = _peaks(candidate, pipeline, microbatches)
+        if peaks is None:
             continue
         rule = schedule.rule(pipeline, microbatches)
         room = _Room(
@@ -211,7 +210,7 @@ def _with_schedules(
                 )
                 for stage in range(stages)
             ],
-            peaks=[peak_in_flight(actions) for actions in lists],
+            peaks=peaks,
             most=most,
         )
         if schedule.interleaved:
@@ -242,6 +241,31 @@ def _with_schedules(
             chunks=used,
             time=bound,
         )
+
+
+def _peaks(candidate: Candidate, pipeline: Pipeline, microbatches: int) -> list[float] | None:
+    """Microbatches in flight on each stage; None if the schedule cannot run with these numbers."""
+    schedule = candidate.schedule
+    try:
+        if schedule.problems(pipeline, microbatches):
+            return None
+        schedule.call(
+            Call(
+                pipeline=pipeline,
+                stage=0,
+                batch=0,
+                microbatches=microbatches,
+                next_microbatches=microbatches,
+            )
+        )
+        # Behind the filling of the pipeline nothing is added, unless it is filled with batches.
+        few = min(microbatches, 4 * pipeline.stages)
+        if schedule.ahead(pipeline, 0, few) != schedule.ahead(pipeline, 0, microbatches):
+            few = microbatches
+        lists = candidate.lists(pipeline, microbatches=few, iterations=2)
+    except ValueError:
+        return None
+    return [peak_in_flight(actions) for actions in lists]
 
 
 @dataclass(frozen=True, kw_only=True)
