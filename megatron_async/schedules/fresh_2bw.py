@@ -105,7 +105,8 @@ def delayed_notes(pipeline: Pipeline, microbatches: int) -> list[str]:
     c = delayed_microbatches(pipeline, microbatches)
     value = pipeline.value(DELAYED_MICROBATCHES)
     if value == _FEWEST:
-        why = _reasons(pipeline, slack=_slack(pipeline))
+        # A short batch may have no slot left for the gather.
+        why = _reasons(pipeline, slack=max(c - fewest_delayed(pipeline), 0))
     else:
         why = f"{DELAYED_MICROBATCHES.name} {value}"
     note = (
