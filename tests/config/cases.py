@@ -229,6 +229,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         [*PIPEDREAM, *ONE_STAGE, "--emulate-pipeline-stages", "3"],
         {},
     ),
+    "emulation_corrected": (
+        [*ONE_STAGE, *EMULATED, "--pipeline-schedule", "paci"],
+        {"delay_correction": "error-feedback"},
+    ),
     "no_delay_on_a_single_stage": ([*PIPEDREAM, *ONE_STAGE], {}),
     "global_batch_size": (["--global-batch-size", "2"], {}),
     "step_batch_size_schedule": (["--step-batch-size-schedule", "0:2 1280:8"], {}),
