@@ -125,6 +125,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--pipeline-schedule", "pipedream", "--delay-correction", "error-feedback"],
         {},
     ),
+    "correction_of_signs": (["--optimizer", "lion", "--delay-correction", "error-feedback"], {}),
     "async_start_iteration_range": (["--async-start-iteration", "-1"], {}),
     "async_start_iteration_with_default_schedule": (
         ["--pipeline-schedule", "default", "--async-start-iteration", "10"],
