@@ -42,7 +42,7 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        # With its graph, an output that is saved would keep itself alive. Leaves stay what they are:
+        # With its graph, a saved output would keep itself alive. Leaves stay what they are:
         # Megatron looks for a weight's main_grad.
         saved = _Saved(tensor if tensor.grad_fn is None else tensor.detach())
         storage = tensor.untyped_storage()

@@ -127,7 +127,9 @@ def _complete(process: int, each: Slice) -> dict[str, Any]:
         letters = _LETTERS[each.kind]
         if each.chunk % 2:
             letters = letters.lower()
-        name = f"{letters}{each.microbatch} {_letters(each.version)}"
+        name = f"{letters}{each.microbatch}"
+        if each.version >= 0:
+            name += f" {_letters(each.version)}"
     else:
         category, colour = ("update" if each.kind in UPDATES else "other"), _UPDATE
         name = each.kind.value
@@ -147,7 +149,7 @@ def _complete(process: int, each: Slice) -> dict[str, Any]:
 def _letters(version: int) -> str:
     """0 is a, 25 z, 26 aa: as columns of a table are numbered."""
     letters = ""
-    number = max(version, 0) + 1
+    number = version + 1
     while number:
         number, letter = divmod(number - 1, 26)
         letters = chr(ord("a") + letter) + letters

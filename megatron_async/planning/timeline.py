@@ -18,6 +18,11 @@ from megatron_async.planning.candidates import (
     candidates,
     pipeline_of,
 )
+from megatron_async.planning.replayed import replayed_slices
+from megatron_async.replay.device import DeviceDeadlock
+from megatron_async.replay.device import run as run_on_device
+from megatron_async.replay.nccl import MismatchError
+from megatron_async.replay.trace import TraceError, read_all
 from megatron_async.schedules import RECOMMENDED
 from megatron_async.schedules.actions import COMPUTE, Kind
 from megatron_async.schedules.cost_flags import add_cost_flags, costs_of
@@ -35,6 +40,8 @@ _LETTERS = {
 }
 _BACKGROUNDS = (24, 94, 22, 90, 52, 58)
 """Colours of the batches in the terminal's palette of 256, in turn."""
+_QUEUES = 8
+"""CUDA_DEVICE_MAX_CONNECTIONS by default."""
 _BLOCK = 3
 """Columns of the shortest block: a letter and up to two digits."""
 
@@ -43,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code; wrong arguments leave through argparse."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.trace is not None:
+        return _replay(parser, args)
+    if args.stages is None or args.microbatches is None:
+        parser.error("--stages and --microbatches are needed, or --trace")
     every = "all" in args.schedule
     drawn = candidates() if every else [candidate(n) for n in dict.fromkeys(args.schedule)]
     costs = costs_of(args)
@@ -94,14 +105,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _replay(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Write what a recorded run would do on a device with eight hardware queues."""
+    if args.perfetto is None:
+        parser.error("--trace needs --perfetto FILE")
+    try:
+        device = run_on_device(read_all(args.trace), costs_of(args), connections=_QUEUES)
+    except (TraceError, DeviceDeadlock, MismatchError, ValueError) as error:
+        parser.error(f"{args.trace}: {error}")
+    perfetto.write(args.perfetto, [(str(args.trace), list(replayed_slices(device)))])
+    print(f"wrote {args.perfetto}: open it at https://ui.perfetto.dev")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-async timeline",
         description="Draw the timeline of a pipeline schedule by simulating its action lists. "
         "Nothing is trained.",
     )
-    parser.add_argument("--stages", type=int, required=True, help="pipeline stages p")
-    parser.add_argument("--microbatches", type=int, required=True, help="microbatches per batch m")
+    parser.add_argument("--stages", type=int, help="pipeline stages p")
+    parser.add_argument("--microbatches", type=int, help="microbatches per batch m")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="instead: what a run recorded with --cpu --log-enqueues DIR; needs --perfetto",
+    )
     names = [each.name for each in candidates()]
     parser.add_argument(
         "--schedule",

@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 
 from megatron_async.planning import timeline
+from megatron_async.planning.candidates import candidate, candidates
+from megatron_async.planning.perfetto import slices
+from megatron_async.replay.trace import write
+from megatron_async.schedules.actions import Kind
+from megatron_async.schedules.simulator import Costs, simulate
+from tests.support.traces import by_lists
 
 NUMBER = (int, float)
 
@@ -59,7 +65,7 @@ def test_simulated_schedules(tmp_path: Path) -> None:
         "--latency-ms 1 --schedule all"
     )
     events = written(tmp_path / "trace.json", flags)
-    assert len({event["pid"] for event in events}) == len(timeline.candidates())
+    assert len({event["pid"] for event in events}) == len(candidates())
     assert {event["cat"] for event in events} == {"compute", "wait", "update"}
 
 
@@ -84,3 +90,38 @@ def test_waits_are_shown(tmp_path: Path) -> None:
     worked = sum(e["dur"] for e in events if e["cat"] == "compute" and e["tid"] == 1)
     assert worked == pytest.approx(3 * 2 * 3 * 1e3)
     assert waited == pytest.approx(3 * 3 * 1e3)
+
+
+def test_a_recorded_run_takes_the_times_of_its_lists(tmp_path: Path) -> None:
+    planned = candidate("fresh-2bw")
+    lists = planned.lists(planned.pipeline(stages=3), microbatches=4, iterations=6)
+    for trace in by_lists(lists):
+        write(trace, tmp_path / "run")
+    flags = f"--trace {tmp_path / 'run'} --forward-ms 1 --backward-ms 2 --optimizer-ms 1"
+    replayed = written(tmp_path / "replayed.json", flags)
+    simulated = slices(simulate(lists, Costs(forward=1, backward=2, optimizer=1)))
+    expected = {
+        (each.stage, each.batch, each.microbatch): each.started
+        for each in simulated
+        if not each.waits and each.kind is Kind.FORWARD
+    }
+    found = {
+        (e["tid"], e["args"]["batch"], e["args"]["microbatch"]): e["ts"] / 1e3
+        for e in replayed
+        if e["name"].startswith("F")
+    }
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--stages 2", "--stages and --microbatches are needed, or --trace"),
+        ("--trace nowhere", "--trace needs --perfetto"),
+        ("--trace nowhere --perfetto x.json", "write them with --cpu --log-enqueues"),
+    ],
+)
+def test_refused(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        timeline.main(flags.split())
+    assert message in capsys.readouterr().err
