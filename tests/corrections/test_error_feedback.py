@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_async.corrections.base import UPDATE, correction_of
 from megatron_async.corrections.error_feedback import ErrorFeedback
@@ -208,6 +209,40 @@ def test_measures_its_size() -> None:
     change, size = correction.squares
     assert float(change) == pytest.approx(6 * (0.5 * (4 - 1)) ** 2)
     assert float(size) == pytest.approx(6 * 4.0**2)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what PyTorch would launch, each of which is a kernel or a few on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(parameters: int, *, measure: bool) -> int:
+    """In the third step, which is like all others."""
+    optimizer = torch.optim.AdamW(
+        [torch.nn.Parameter(torch.zeros(5, 7)) for _ in range(parameters)], lr=0.1, foreach=True
+    )
+    correction = _corrected(optimizer)
+    for gradient in _gradients([(5, 7)] * parameters, steps=2):
+        _step(optimizer, gradient)
+    correction.measure = measure
+    with _Operations() as operations:
+        _step(optimizer, _gradients([(5, 7)] * parameters, steps=1)[0])
+    return operations.number
+
+
+def test_only_measuring_takes_kernels_of_each_parameter() -> None:
+    plain = _operations(9, measure=False) - _operations(1, measure=False)
+    measured = _operations(9, measure=True) - _operations(1, measure=True)
+    assert measured - plain >= 8 * 10
+    # A constant number of fused operations and, of the harness, the gradients.
+    assert plain <= 8 * 5
 
 
 def test_one_buffer_for_each_parameter() -> None:
