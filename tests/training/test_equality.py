@@ -139,7 +139,6 @@ SECOND_BUFFER: dict[str, Any] = {**OVERLAPPED, "second_grad_buffer": True}
 
 PRECISION_AWARE: dict[str, Any] = {
     "bf16": True,
-    "use_distributed_optimizer": True,
     "use_precision_aware_optimizer": True,
     "main_params_dtype": "fp16",
     "exp_avg_dtype": "bf16",
@@ -276,15 +275,22 @@ CASES = [
         slow=True,
     ),
     # Main parameters in the torch optimizer's state, of several types, and gradients beside them.
-    *_cases(
-        "precision-aware",
-        {"pp2-dp2-distopt": "dU", "pp2-cp2-distopt": "D"},
-        **BF16,
-        **PRECISION_AWARE,
+    *(
+        Case(
+            f"precision-aware-{name}",
+            _job(name, **PRECISION_AWARE),
+            _job("dp2-distopt", **PRECISION_AWARE, **UNDEFERRED),
+            **BF16,
+            slow=name != "pp2-dp2-distopt",
+        )
+        for name in ("pp2-dp2-distopt", "pp2-cp2-distopt", "dp2-distopt")
     ),
     Case(
         "precision-aware-fp32",
-        _job("pp2-dp2-distopt", **PRECISION_AWARE, main_params_dtype="fp32", exp_avg_dtype="fp32"),
+        _job(
+            "pp2-dp2-distopt",
+            **{**PRECISION_AWARE, "main_params_dtype": "fp32", "exp_avg_dtype": "fp32"},
+        ),
         _job("pp2-dp2-distopt", bf16=True),
         rtol=1e-9,
         slow=True,
