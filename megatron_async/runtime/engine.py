@@ -38,7 +38,7 @@ from megatron_async.schedules import SCHEDULES
 from megatron_async.schedules.schedule import action_lists
 from megatron_async.schedules.validator import validate
 from megatron_async.update.deferred import DeferredUpdate, UpdateReport, scheduled
-from megatron_async.update.process_groups import gather_ranks
+from megatron_async.update.process_groups import gather_ranks, shared_or_new_groups
 from megatron_async.weights.drifting_stages import DriftingStages
 from megatron_async.weights.emulated_stages import EmulatedStages
 from megatron_async.weights.gradient_buffers import GradientBuffers
@@ -129,6 +129,9 @@ class Engine:
             gather_ahead=self.pipeline.gather_ahead,
             staleness=lambda count: self.schedule.rule(self.pipeline, count).staleness(self.stage),
         )
+        self.loss_group = self._make_loss_group()
+        """The replicas, where their loss would be averaged behind a reduction in flight; None where
+        it is not."""
         links: Links | None = None
         if self.pipeline.extra_warmup:
             column = parallel_state.get_pipeline_model_parallel_group()
@@ -216,6 +219,15 @@ class Engine:
             timeout_minutes=self.args.distributed_timeout_minutes,
             waiting=run.waiting,
         )
+
+    def _make_loss_group(self) -> Any:
+        if self.gradients is None or self.pipeline.replicas == 1:
+            return None
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        [group] = shared_or_new_groups(
+            [gather_ranks(replicas)], timeout_minutes=self.args.distributed_timeout_minutes
+        )
+        return group
 
     # Training iterations
 

@@ -207,7 +207,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         )
     },
     "yaml_cfg": (["--yaml-cfg", "config.yaml"], {}),
-    "cpu_context_parallel": (["--cpu", "--context-parallel-size", "2"], {}),
+    "cpu_context_parallel": (
+        ["--cpu", "--context-parallel-size", "2", "--window-size", "8,0"],
+        {},
+    ),
     "undeferrable_schedule": ([*PIPEDREAM, "--deferred-update"], {}),
     "tied_look_ahead": (
         [*PIPEDREAM, "--delay-correction", "weight-prediction"],
@@ -328,7 +331,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "moe_paged_stash": ([*MOE, "--moe-paged-stash"], {}),
     "moe_expert_rank_capacity_factor": ([*MOE, "--moe-expert-rank-capacity-factor", "1.2"], {}),
     "moe_enable_routing_replay": ([*MOE, "--moe-enable-routing-replay"], {}),
-    "use_precision_aware_optimizer": (["--use-precision-aware-optimizer"], {}),
+    "use_precision_aware_optimizer": (
+        ["--use-precision-aware-optimizer", "--delay-correction", "error-feedback"],
+        {},
+    ),
     "optimizer_cpu_offload": (["--optimizer-cpu-offload"], {}),
     "qk_clip": (["--qk-clip"], {}),
     "num_distributed_optimizer_instances": (["--num-distributed-optimizer-instances", "2"], {}),

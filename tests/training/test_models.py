@@ -39,6 +39,14 @@ CASES = [
     _case("llama-pp4", "llama", TWO_VERSIONS, {"pipeline_model_parallel_size": 4}, ranks=4),
     # Muon splits the query, key and value matrices, of unequal size with grouped queries.
     _case("llama-muon", "llama", FRESH, **MUON),
+    _case(
+        "llama-context",
+        "llama",
+        TWO_VERSIONS,
+        {**STAGES, "context_parallel_size": 2, "use_distributed_optimizer": True},
+        ranks=4,
+    ),
+    _case("mixture-context", "moe", TWO_VERSIONS, {**STAGES, "context_parallel_size": 2}, ranks=4),
     _case("latent-fresh", "latent", FRESH, slow=False),
     _case("latent", "latent", TWO_VERSIONS),
     _case("latent-muon", "latent", FRESH, **MUON),

@@ -258,17 +258,21 @@ RULES: Final[tuple[Rule, ...]] = (
         scope=Scope.ALWAYS,
     ),
     rule(
-        "--yaml-cfg",
-        "Megatron then ignores the command line, and with it the flags of this package",
-        "Give all of the arguments as flags.",
+        "--window-size",
+        "on CPU ranks, window attention does not work with context parallelism",
+        "Drop --cpu, or use --context-parallel-size 1.",
+        when=lambda s: (
+            s.config.cpu
+            and s.get("context_parallel_size", 1) > 1
+            and s.get("window_size") is not None
+        ),
+        name="cpu_context_parallel",
         scope=Scope.ALWAYS,
     ),
     rule(
-        "--context-parallel-size",
-        "context parallelism needs Transformer Engine, which does not run on CPU ranks",
-        "Drop --cpu, or use --context-parallel-size 1.",
-        when=lambda s: s.config.cpu and s.get("context_parallel_size", 1) > 1,
-        name="cpu_context_parallel",
+        "--yaml-cfg",
+        "Megatron then ignores the command line, and with it the flags of this package",
+        "Give all of the arguments as flags.",
         scope=Scope.ALWAYS,
     ),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_async.config.validation.assertions import step_schedule_problem
-from megatron_async.config.validation.rule import Rule, Subject, dest_of, given, rule
+from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
 from megatron_async.megatron.training import step_batch_sizes
 
 __all__ = ["RULES", "batch_sizes", "least_microbatches", "own_notes", "own_problems"]
@@ -324,42 +324,6 @@ _WEIGHTS = (
         "whether an update overflows, and with it the next loss scale, is known only while the "
         "next batch is running",
         "Use --bf16.",
-    ),
-    rule(
-        "--fp8-format",
-        "quantized weights are cached from a batch's first microbatch on, and microbatches of two "
-        "weight versions are in flight",
-        "Use --bf16 alone.",
-        dest="fp8",
-    ),
-    rule(
-        "--fp4-format",
-        "quantized weights are cached from a batch's first microbatch on, and microbatches of two "
-        "weight versions are in flight",
-        "Use --bf16 alone.",
-        dest="fp4",
-    ),
-    *(
-        rule(
-            flag,
-            "parameters kept in a quantized format have no second version",
-            "Use --bf16 alone.",
-        )
-        for flag in ("--fp8-param-gather", "--fp4-param-gather")
-    ),
-    *(
-        rule(
-            flag,
-            "quantized weights are cached from a batch's first microbatch on, and microbatches of "
-            "two weight versions are in flight",
-            "Use --bf16 alone.",
-            when=given(dest_of(flag)),
-        )
-        for flag in (
-            "--te-precision-config-file",
-            "--kitchen-config-file",
-            "--kitchen-recipe-number",
-        )
     ),
     rule(
         "--use-megatron-fsdp",

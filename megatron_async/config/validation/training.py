@@ -13,13 +13,14 @@ _LAYERS: Final = frozenset("*-EM")
 _OPTIMIZER = (
     rule(
         "--use-precision-aware-optimizer",
-        "it keeps the main parameters inside of a fused kernel over the model's weights, of which "
-        "there are two versions",
+        "the main parameters, which a delay correction changes, are inside of the fused optimizer, "
+        "which would overwrite the change",
+        "Drop it, or drop --delay-correction.",
+        when=lambda s: bool(s.get("use_precision_aware_optimizer")) and s.config.corrected,
     ),
     rule(
         "--optimizer-cpu-offload",
-        "it rests on the precision-aware optimizer, whose main parameters follow one weight "
-        "version",
+        "copies of parameters and gradients on the host follow one weight version",
     ),
     rule(
         "--qk-clip",
