@@ -382,7 +382,7 @@ class Interpreter:
             raise AssertionError(f"{action} found microbatch {done.microbatch} of {done.batch}")
         self._select(action)
         # The last forward was of another batch, perhaps of another number of microbatches.
-        megatron_pipeline.set_moe_loss_scale(
+        megatron_pipeline.set_auxiliary_loss_scales(
             _only(done.output),
             num_microbatches=done.num_microbatches,
             config=config,

@@ -24,6 +24,10 @@ class Recorder:
     - "trajectory": ``initial`` (name -> tensor) and ``steps``, a list of such, one for each step of
       the torch optimizer, right after it. The optimizer must hold the model's own parameters.
     - "embedding": ``embedding``, the weight that the first and the last stage share, at the end.
+    - "routers": ``routers`` (layer -> list), of each microbatch that a router has sent to experts
+      in training: the bias it found, the tokens of each expert, and with the global auxiliary loss
+      what the router had counted of the batch by then, this microbatch included, and in how many
+      microbatches; all vectors have an entry for each expert.
     """
 
     def __init__(self, dump: Sequence[str]) -> None:
@@ -75,6 +79,8 @@ class Recorder:
             self.numbers["norms"].append([update.iteration - 1, update.grad_norm])
             self.numbers["zeros"].append([update.iteration - 1, update.num_zeros])
 
+        if "routers" in self._dump:
+            self._record_routers()
         Updates._made = recorded_made  # type: ignore[method-assign, assignment]
         training.train_step = recorded_train_step
         training.evaluate = recorded_evaluate
@@ -98,6 +104,27 @@ class Recorder:
 
         # A global hook: it runs behind those that the package put on the optimizer itself.
         register_optimizer_step_post_hook(after_step)
+
+    def _record_routers(self) -> None:
+        import torch
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        records: dict[int, list[Any]] = {}
+        self.tensors["routers"] = records
+        routing = TopKRouter.routing
+
+        def recorded_routing(router: Any, *args: Any, **kwargs: Any) -> Any:
+            if not (router.training and torch.is_grad_enabled()):
+                return routing(router, *args, **kwargs)
+            bias = router.expert_bias.clone()
+            result = routing(router, *args, **kwargs)
+            record = [bias, result[1].sum(dim=0)]
+            if router.global_tokens_per_expert is not None:
+                record += [router.global_tokens_per_expert.clone(), int(router.ga_steps)]
+            records.setdefault(router.layer_number, []).append(record)
+            return result
+
+        TopKRouter.routing = recorded_routing
 
     def write(self, directory: Path, rank: int) -> None:
         """Write what was recorded."""

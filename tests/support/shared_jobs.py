@@ -98,6 +98,22 @@ MODELS: Mapping[str, Mapping[str, Value]] = {
         "moe_router_group_topk": 1,
         "moe_router_topk": 1,
     },
+    # Biases and counts of a batch: what an update and a batch change beside weights and gradients.
+    "balanced": {
+        **_MOE,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.02,
+    },
+    "quantile": {
+        **_MOE,
+        "moe_router_load_balancing_type": "quantile_balancing",
+        "moe_aux_loss_coeff": 0,
+    },
+    "mtp": {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5},
+    "mtp-untied": {"mtp_num_layers": 1, "untie_embeddings_and_output_weights": True},
+    "mtp-moe": {**_MOE, "mtp_num_layers": 1},
     "hybrid": _HYBRID,
 }
 """Models that a job can train, each with a checkpoint of its own."""

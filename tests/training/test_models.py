@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.shared_jobs import Results, job
-from tests.training.cases import CLIP, MUON, Case, check_agreement, parameters
+from tests.training.cases import CLIP, MUON, PER_TOKEN, Case, check_agreement, parameters
 
 TWO_VERSIONS: dict[str, Any] = {"pipeline_schedule": "pipedream-2bw"}
 FRESH: dict[str, Any] = {"pipeline_schedule": "fresh-2bw", "delayed_microbatches": 1}
@@ -46,6 +46,16 @@ CASES = [
     # Stage 0 completes the first update before the first log line, the others behind it.
     _case("shared-experts-fresh", "shared-experts", FRESH, slow=False),
     _case("shared-experts", "shared-experts", TWO_VERSIONS),
+    # Expert bias, and the auxiliary loss of tokens counted over a batch.
+    _case("balanced-fresh", "balanced", FRESH, slow=False),
+    _case("balanced", "balanced", TWO_VERSIONS),
+    _case("balanced-pp4", "balanced", TWO_VERSIONS, {"pipeline_model_parallel_size": 4}, ranks=4),
+    _case("quantile-fresh", "quantile", FRESH),
+    # Layers that predict further tokens, with a copy of the embedding, on the last stage.
+    _case("mtp-fresh", "mtp", FRESH, slow=False),
+    _case("mtp-untied", "mtp-untied", TWO_VERSIONS),
+    _case("mtp-moe", "mtp-moe", FRESH),
+    _case("mtp-per-token", "mtp", TWO_VERSIONS, **PER_TOKEN),
     _case(
         "layout",
         "tied",
