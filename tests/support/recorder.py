@@ -25,9 +25,9 @@ class Recorder:
       the torch optimizer, right after it. The optimizer must hold the model's own parameters.
     - "embedding": ``embedding``, the weight that the first and the last stage share, at the end.
     - "routers": ``routers`` (layer -> list), of each microbatch that a router has sent to experts
-      in training: the bias it found, the tokens of each expert, and with the global auxiliary loss
-      what the router had counted of the batch by then, this microbatch included, and in how many
-      microbatches; all vectors have an entry for each expert.
+      in training, with the global auxiliary loss: the bias it found; the tokens that each expert
+      got, and would have got without a bias; what the router had counted of the latter in the batch
+      by then, this microbatch included, and in how many microbatches.
     """
 
     def __init__(self, dump: Sequence[str]) -> None:
@@ -111,19 +111,24 @@ class Recorder:
 
         records: dict[int, list[Any]] = {}
         self.tensors["routers"] = records
-        routing = TopKRouter.routing
+        routing, add_loss = TopKRouter.routing, TopKRouter._apply_global_aux_loss
+        unbiased: list[Any] = []
+
+        def recorded_loss(router: Any, probs: Any, scores: Any, map: Any, **kwargs: Any) -> Any:
+            unbiased[:] = [map.sum(dim=0)]
+            return add_loss(router, probs, scores, map, **kwargs)
 
         def recorded_routing(router: Any, *args: Any, **kwargs: Any) -> Any:
             if not (router.training and torch.is_grad_enabled()):
                 return routing(router, *args, **kwargs)
             bias = router.expert_bias.clone()
             result = routing(router, *args, **kwargs)
-            record = [bias, result[1].sum(dim=0)]
-            if router.global_tokens_per_expert is not None:
-                record += [router.global_tokens_per_expert.clone(), int(router.ga_steps)]
+            counted, steps = router.global_tokens_per_expert.clone(), int(router.ga_steps)
+            record = [bias, result[1].sum(dim=0), *unbiased, counted, steps]
             records.setdefault(router.layer_number, []).append(record)
             return result
 
+        TopKRouter._apply_global_aux_loss = recorded_loss
         TopKRouter.routing = recorded_routing
 
     def write(self, directory: Path, rank: int) -> None:

@@ -56,6 +56,8 @@ _MOE: Mapping[str, Value] = {
     "disable_bias_linear": True,
 }
 
+_MTP: Mapping[str, Value] = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+
 _HYBRID: Mapping[str, Value] = {**_MOE, "hybrid_layer_pattern": "*-*E"}
 
 MODELS: Mapping[str, Mapping[str, Value]] = {
@@ -111,9 +113,9 @@ MODELS: Mapping[str, Mapping[str, Value]] = {
         "moe_router_load_balancing_type": "quantile_balancing",
         "moe_aux_loss_coeff": 0,
     },
-    "mtp": {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5},
-    "mtp-untied": {"mtp_num_layers": 1, "untie_embeddings_and_output_weights": True},
-    "mtp-moe": {**_MOE, "mtp_num_layers": 1},
+    "mtp": {**_MTP, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5},
+    "mtp-untied": {**_MTP, "untie_embeddings_and_output_weights": True},
+    "mtp-moe": {**_MTP, **_MOE},
     "hybrid": _HYBRID,
 }
 """Models that a job can train, each with a checkpoint of its own."""

@@ -97,15 +97,17 @@ def test_biases_are_of_the_version_and_counts_of_the_batch(
             # The checkpoint that all jobs start from has made one update.
             versions: list[torch.Tensor] = [records[0][0][0]]
             for batch in range(BATCHES):
-                counted = torch.zeros(4)
+                counted, unbiased = torch.zeros(4), torch.zeros(4)
                 for microbatch in range(m):
                     version = max(batch - 1, 0) if microbatch < setting.delayed else batch
                     here = [each[batch * m + microbatch] for each in records]
-                    for _, tokens, _, _ in here:
-                        counted += tokens
-                    for bias, _, in_batch, steps in here:
+                    for _, sent, would_be_sent, _, _ in here:
+                        counted += sent
+                        unbiased += would_be_sent
+                    for bias, _, _, in_batch, steps in here:
                         assert torch.equal(bias, versions[version])
-                        assert torch.equal(in_batch, counted)
+                        # The auxiliary loss counts as if there were no bias.
+                        assert torch.equal(in_batch, unbiased)
                         assert steps == microbatch + 1
                 change = torch.sign(counted.mean() - counted) * RATE
                 versions.append(versions[-1] + change)
