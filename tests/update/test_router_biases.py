@@ -65,9 +65,14 @@ def test_two_kinds_of_biases_are_computed_one_after_the_other() -> None:
 
 def test_an_error_in_megatrons_update_leaves_the_versions_alone() -> None:
     bias, weights, biases = _build(count=2)
-    with pytest.raises(RuntimeError, match="broken"), biases.computing():
-        bias += 1.0
-        raise RuntimeError("broken")
+
+    def broken_update() -> None:
+        with biases.computing():
+            bias.add_(1.0)
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        broken_update()
     assert bias.tolist() == [1.0, -1.0]
     with weights.next_version():
         pass
