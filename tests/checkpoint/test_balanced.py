@@ -21,6 +21,7 @@ MODEL: Mapping[str, Value] = {
     "disable_bias_linear": True,
     "mtp_num_layers": 1,
     "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
     "pipeline_model_parallel_size": 2,
     "pipeline_schedule": "fresh-2bw",
     "delayed_microbatches": 2,

@@ -84,6 +84,7 @@ def validate(
 
 VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
 MOE = ["--num-experts", "8"]
+MTP = ["--mtp-num-layers", "1"]
 STAGE_NORM = ["--grad-norm-scope", "stage"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 UNDEFERRED = ["--no-deferred-update"]
@@ -315,10 +316,11 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "grad_norm_skip_threshold": ([], {"grad_norm_skip_threshold": 5.0}),
     "freeze_all_layers": (["--freeze-all-layers"], {}),
     "mtp_before_the_last_stage": (
-        ["--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "Ett|tt|ttm|ttL"],
+        [*MTP, *UNTIED, "--pipeline-model-parallel-layout", "Ett|tt|ttm|ttL"],
         {},
     ),
-    "mtp_hybrid": (["--hybrid-layer-pattern", "*-*-*-*-", "--mtp-num-layers", "1"], {}),
+    "mtp_tied": (MTP, {}),
+    "mtp_hybrid": ([*MTP, *UNTIED, "--hybrid-layer-pattern", "*-*-*-*-"], {}),
     "decoder_num_layers": (["--decoder-num-layers", "4"], {}),
     "decoder_seq_length": (["--decoder-seq-length", "32"], {}),
     "enable_mhc_connections": ([], {"enable_mhc_connections": True}),

@@ -56,7 +56,11 @@ _MOE: Mapping[str, Value] = {
     "disable_bias_linear": True,
 }
 
-_MTP: Mapping[str, Value] = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+_MTP: Mapping[str, Value] = {
+    "mtp_num_layers": 1,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
 
 _HYBRID: Mapping[str, Value] = {**_MOE, "hybrid_layer_pattern": "*-*E"}
 
@@ -114,7 +118,6 @@ MODELS: Mapping[str, Mapping[str, Value]] = {
         "moe_aux_loss_coeff": 0,
     },
     "mtp": {**_MTP, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5},
-    "mtp-untied": {**_MTP, "untie_embeddings_and_output_weights": True},
     "mtp-moe": {**_MTP, **_MOE},
     "hybrid": _HYBRID,
 }

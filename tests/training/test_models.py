@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.shared_jobs import Results, job
 from tests.training.cases import CLIP, MUON, PER_TOKEN, Case, check_agreement, parameters
@@ -53,7 +54,8 @@ CASES = [
     _case("quantile-fresh", "quantile", FRESH),
     # Layers that predict further tokens, with a copy of the embedding, on the last stage.
     _case("mtp-fresh", "mtp", FRESH, slow=False),
-    _case("mtp-untied", "mtp-untied", TWO_VERSIONS),
+    _case("mtp", "mtp", TWO_VERSIONS),
+    _case("mtp-pp4", "mtp", TWO_VERSIONS, {"pipeline_model_parallel_size": 4}, ranks=4),
     _case("mtp-moe", "mtp-moe", FRESH),
     _case("mtp-per-token", "mtp", TWO_VERSIONS, **PER_TOKEN),
     _case(
@@ -76,3 +78,12 @@ CASES = [
 @pytest.mark.parametrize("case", parameters(CASES))
 def test_stages_agree_with_one(results: Results, case: Case) -> None:
     check_agreement(results, case)
+
+
+@pytest.mark.parametrize("case", parameters(each for each in CASES if each.name == "mtp-fresh"))
+def test_the_copy_of_the_embedding_that_predicts_stays_equal(results: Results, case: Case) -> None:
+    first, last = (results[case.job].tensors(rank)["embedding"] for rank in (0, 1))
+    assert torch.equal(first, last)
+    wanted = results[case.like].tensors()["embedding"]
+    tolerance = 100 * case.rtol * float(wanted.abs().max())
+    torch.testing.assert_close(first, wanted, rtol=0, atol=tolerance)

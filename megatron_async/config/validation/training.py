@@ -107,6 +107,14 @@ _MODELS = (
     ),
     rule(
         "--mtp-num-layers",
+        "with tied embeddings Megatron gives the last of several stages an output layer that it "
+        "never uses, cannot save in the format torch_dist, and never reduces",
+        "Add --untie-embeddings-and-output-weights.",
+        when=lambda s: bool(s.get("mtp_num_layers")) and s.tied and s.stages > 1,
+        name="mtp_tied",
+    ),
+    rule(
+        "--mtp-num-layers",
         "hybrid models with multi-token prediction are not tested",
         "Leave out what --hybrid-layer-pattern has behind /.",
         when=lambda s: bool(s.get("mtp_num_layers")) and bool(s.get("hybrid_layer_pattern")),
