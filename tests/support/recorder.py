@@ -18,6 +18,8 @@ class Recorder:
     - ``norms``, ``zeros``: of each update of an asynchronous schedule, its iteration (0 is the
       first) and its gradient norm, or the number of zeros in the gradient.
     - ``validation``: [number of iterations done, loss] of each evaluation; on the last stage.
+    - ``further``: of each iteration, the losses that are logged of multi-token prediction, one of
+      each further token; on the last stage.
 
     ``rank<R>.pt`` has what ``dump`` asks for:
 
@@ -39,6 +41,7 @@ class Recorder:
             "norms": [],
             "zeros": [],
             "validation": [],
+            "further": [],
         }
         self.tensors: dict[str, Any] = {}
 
@@ -79,6 +82,7 @@ class Recorder:
             self.numbers["norms"].append([update.iteration - 1, update.grad_norm])
             self.numbers["zeros"].append([update.iteration - 1, update.num_zeros])
 
+        self._record_further_losses()
         if "routers" in self._dump:
             self._record_routers()
         Updates._made = recorded_made  # type: ignore[method-assign, assignment]
@@ -104,6 +108,22 @@ class Recorder:
 
         # A global hook: it runs behind those that the package put on the optimizer itself.
         register_optimizer_step_post_hook(after_step)
+
+    def _record_further_losses(self) -> None:
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        track = MTPLossLoggingHelper.track_mtp_metrics
+
+        def recorded_track(*args: Any) -> None:
+            *others, totals = args
+            own: dict[str, Any] = {}
+            track(*others, own)
+            if own:
+                self.numbers["further"].append([float(loss) for loss in own.values()])
+            for name, loss in own.items():
+                totals[name] = totals.get(name, 0.0) + loss
+
+        MTPLossLoggingHelper.track_mtp_metrics = recorded_track
 
     def _record_routers(self) -> None:
         import torch

@@ -172,6 +172,7 @@ class JobResult:
         norms: gradient norms of asynchronous updates, by iteration (0 is the first).
         zeros: numbers of zeros in the gradients of asynchronous updates, if counted.
         validation: (number of iterations done, loss) of each evaluation.
+        further: losses of multi-token prediction that each iteration logged.
     """
 
     job: Job
@@ -181,6 +182,7 @@ class JobResult:
     norms: dict[int, float]
     zeros: dict[int, int | None]
     validation: list[tuple[int, float]]
+    further: list[list[float]]
 
     def tensors(self, rank: int = 0) -> dict[str, Any]:
         """What the job dumped on a rank."""
@@ -270,6 +272,7 @@ def _read(each: Job, record: Record) -> JobResult | str:
         norms=dict(last["norms"]),
         zeros=dict(last["zeros"]),
         validation=[(done, loss) for done, loss in last["validation"]],
+        further=last["further"],
     )
 
 

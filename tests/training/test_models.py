@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.support.shared_jobs import Results, job
-from tests.training.cases import CLIP, MUON, PER_TOKEN, Case, check_agreement, parameters
+from tests.training.cases import (
+    CLIP,
+    MUON,
+    PER_TOKEN,
+    Case,
+    check_agreement,
+    check_close,
+    parameters,
+)
 
 TWO_VERSIONS: dict[str, Any] = {"pipeline_schedule": "pipedream-2bw"}
 FRESH: dict[str, Any] = {"pipeline_schedule": "fresh-2bw", "delayed_microbatches": 1}
@@ -78,6 +86,26 @@ CASES = [
 @pytest.mark.parametrize("case", parameters(CASES))
 def test_stages_agree_with_one(results: Results, case: Case) -> None:
     check_agreement(results, case)
+
+
+PREDICTING = [case for case in CASES if case.job.model.startswith("mtp")]
+
+
+@pytest.mark.parametrize("case", parameters(PREDICTING))
+def test_losses_of_further_tokens_are_logged_in_their_iteration(
+    results: Results, case: Case
+) -> None:
+    found, wanted = (
+        {
+            10 * iteration + token: loss
+            for iteration, losses in enumerate(results[each].further)
+            for token, loss in enumerate(losses)
+        }
+        for each in case.jobs
+    )
+    assert len(wanted) == 10 * (2 if case.job.model == "mtp" else 1)
+    assert len(set(wanted.values())) == len(wanted)
+    check_close("losses of further tokens", found, wanted, case.rtol)
 
 
 @pytest.mark.parametrize("case", parameters(each for each in CASES if each.name == "mtp-fresh"))

@@ -21,7 +21,8 @@ class Setting:
     Attributes:
         name: the test's.
         schedule: flags of the schedule.
-        delayed: how many microbatches of a batch run on the version before the newest.
+        delayed: how many microbatches of a batch run on the version before the newest, of each
+            stage.
         replicas: number of data-parallel ranks; 2 stages.
         flags: more of them.
         slow: whether the test is left out of CI.
@@ -29,7 +30,7 @@ class Setting:
 
     name: str
     schedule: dict[str, Any]
-    delayed: int
+    delayed: tuple[int, int]
     replicas: int = 1
     flags: dict[str, Any] = dataclasses.field(default_factory=dict)
     slow: bool = False
@@ -58,19 +59,21 @@ class Setting:
 FRESH: dict[str, Any] = {"pipeline_schedule": "fresh-2bw", "delayed_microbatches": 1}
 TWO_VERSIONS: dict[str, Any] = {"pipeline_schedule": "pipedream-2bw"}
 SETTINGS = [
-    Setting("fresh", FRESH, 1),
-    Setting("two-versions", TWO_VERSIONS, 4, slow=True),
-    Setting("recomputed", FRESH, 1, flags=dict(RECOMPUTED), slow=True),
-    Setting("replicas", FRESH, 1, replicas=2, slow=True),
+    Setting("fresh", FRESH, (1, 1)),
+    Setting("two-versions", TWO_VERSIONS, (4, 4), slow=True),
+    Setting("recomputed", FRESH, (1, 1), flags=dict(RECOMPUTED), slow=True),
+    Setting("replicas", FRESH, (1, 1), replicas=2, slow=True),
     Setting(
         "experts-spread",
         TWO_VERSIONS,
-        2,
+        (2, 2),
         replicas=2,
         flags={"expert_model_parallel_size": 2},
         slow=True,
     ),
-    Setting("undeferred", {**FRESH, "deferred_update": False}, 1, slow=True),
+    Setting("undeferred", {**FRESH, "no_deferred_update": True}, (1, 1), slow=True),
+    Setting("paci", {**FRESH, "pipeline_schedule": "paci"}, (1, 1), slow=True),
+    Setting("pipedream", {"pipeline_schedule": "pipedream"}, (4, 0), slow=True),
 ]
 
 
@@ -88,8 +91,8 @@ def test_biases_are_of_the_version_and_counts_of_the_batch(
     ranks = [result.tensors(rank)["routers"] for rank in range(setting.jobs[0].ranks)]
     m = setting.microbatches
     seen = set()
-    for first in range(0, len(ranks), setting.replicas):
-        replicas = ranks[first : first + setting.replicas]
+    for stage, delayed in enumerate(setting.delayed):
+        replicas = ranks[stage * setting.replicas : (stage + 1) * setting.replicas]
         for layer in replicas[0]:
             seen.add(layer)
             records = [replica[layer] for replica in replicas]
@@ -99,7 +102,7 @@ def test_biases_are_of_the_version_and_counts_of_the_batch(
             for batch in range(BATCHES):
                 counted, unbiased = torch.zeros(4), torch.zeros(4)
                 for microbatch in range(m):
-                    version = max(batch - 1, 0) if microbatch < setting.delayed else batch
+                    version = max(batch - 1, 0) if microbatch < delayed else batch
                     here = [each[batch * m + microbatch] for each in records]
                     for _, sent, would_be_sent, _, _ in here:
                         counted += sent
