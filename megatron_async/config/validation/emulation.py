@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
-from megatron_async.schedules.pipedream import EMULATE_PIPELINE_STAGES
+from megatron_async.schedules.emulation import EMULATE_PIPELINE_STAGES
 
 __all__ = ["RULES"]
 
@@ -34,6 +34,11 @@ def _router_bias(subject: Subject) -> str | None:
     if "quantile_balancing" in ([balancing] if isinstance(balancing, str) else balancing):
         return "--moe-router-load-balancing-type quantile_balancing"
     return None
+
+
+def _drifts(subject: Subject) -> bool:
+    record = subject.config.schedule_record
+    return record is not None and record.drifts
 
 
 def _layers(subject: Subject) -> Any:
@@ -77,6 +82,16 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         name="emulation_undivided",
         warning=True,
+    ),
+    rule(
+        _FLAG,
+        lambda s: (
+            f"under {s.config.schedule} a correction is as strong as its stage's delay asks for, "
+            "which is not emulated"
+        ),
+        "Drop --delay-correction, or use real stages.",
+        when=lambda s: s.emulated is not None and s.config.corrected and _drifts(s),
+        name="emulation_corrected",
     ),
     rule(
         "--pipeline-schedule",
