@@ -119,11 +119,12 @@ RULES: Final[tuple[Rule, ...]] = (
             f"{s.config.correction} looks ahead by the delay, and with {s.config.schedule} the two "
             "uses of a tied embedding have different ones"
         ),
-        "Add --untie-embeddings-and-output-weights, or use another correction.",
+        "Add --untie-embeddings-and-output-weights and drop --mtp-num-layers, or use another "
+        "correction.",
         when=lambda s: (
             s.config.correction_record is not None
             and s.config.correction_record.looks_ahead
-            and s.tied
+            and s.embedding_copied
             and _longer_delays(s)
         ),
         name="tied_look_ahead",
@@ -196,8 +197,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "--grad-norm-scope",
         "the first and the last stage share the embedding and would clip it by different norms, so "
         "that their copies drift apart",
-        "Use --grad-norm-scope global, or --untie-embeddings-and-output-weights.",
-        when=lambda s: s.config.grad_norm_scope == "stage" and s.stages > 1 and s.tied,
+        "Use --grad-norm-scope global, or --untie-embeddings-and-output-weights and no "
+        "--mtp-num-layers.",
+        when=lambda s: s.config.grad_norm_scope == "stage" and s.stages > 1 and s.embedding_copied,
         name="stage_norm_tied",
     ),
     rule(
