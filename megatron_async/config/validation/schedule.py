@@ -133,7 +133,8 @@ def _least(subject: Subject) -> int:
 
 
 def _too_few(subject: Subject) -> str:
-    p, m, least = subject.stages, least_microbatches(subject), _least(subject)
+    p, m = subject.emulated or subject.stages, least_microbatches(subject)
+    least = _least(subject)
     samples = int(subject.get("micro_batch_size")) * subject.replicas
     extra = subject.config.extra_warmup
     more = f" with --pipeline-extra-warmup {extra}" if extra else ""
