@@ -45,6 +45,7 @@ def test_adds_the_flags_that_were_not_given(given: str, added: str) -> None:
         "--attention-backend flash",
         "--attention-backend local",
         "--context-parallel-size 2",
+        "--hybrid-layer-pattern M*|M-",
         "--fp8-format hybrid",
         "--fp4-format e2m1",
         "--use-flash-attn",
@@ -73,6 +74,7 @@ def test_refuses_what_cannot_work_and_names_it(given: str) -> None:
     "given",
     [
         "--multi-latent-attention",
+        "--hybrid-layer-pattern *-|*E",
         "--context-parallel-size 1",
         "--context-parallel-size 2 --context-parallel-size 1",
         "--moe-token-dispatcher-type alltoall",
