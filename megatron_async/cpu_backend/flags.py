@@ -79,6 +79,15 @@ _CONFLICTS = (
     ),
     _Conflict("--hierarchical-context-parallel-sizes", _TE, "drop it"),
     _Conflict("--hybrid-context-parallel", _TE, "drop it"),
+    *(
+        _Conflict(
+            flag,
+            "Mamba layers (M) need mamba-ssm, whose kernels run on GPUs only",
+            "use attention (*), MLP (-) and MoE (E) layers",
+            lambda given: not given or "M" not in given[-1],
+        )
+        for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+    ),
     _Conflict("--fp8-format", _TE, "use --bf16"),
     _Conflict("--fp8-param-gather", _TE, "use --bf16"),
     _Conflict("--fp4-format", _TE, "use --bf16"),

@@ -114,16 +114,43 @@ def _keep_random_state(original: Any) -> Any:
     return evaluate
 
 
-def _settled(original: Any) -> Any:
+def _norm_without_waiting(original: Any) -> Any:
     @functools.wraps(original)
-    def read_weights(*args: Any, **kwargs: Any) -> Any:
+    def calc_params_l2_norm(*args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
 
-        if run.engine is not None:
-            run.engine.settle()
+        engine = run.engine
+        if engine is None:
+            return original(*args, **kwargs)
+        if run.deferring and not engine.drained:
+            report = engine.updates.last_report
+            return None if report is None else report.params_norm
+        engine.settle()
         return original(*args, **kwargs)
 
-    return read_weights
+    return calc_params_l2_norm
+
+
+def _lengths_of_sequences(original: Any) -> Any:
+    @functools.wraps(original)
+    def consume_seqlen_stats_in_iteration() -> Any:
+        from megatron_async.megatron import packed_sequences
+        from megatron_async.runtime.run import run
+
+        engine = run.engine
+        if engine is None or not engine.asynchronous_now:
+            return original()
+        if not run.deferring:
+            if packed_sequences.are_packed(engine.args):
+                packed_sequences.have_all_ranks_sum()
+            return original()
+        if engine.packed is not None:
+            return engine.packed.take()
+        # Of a script that packs without Megatron's flags: counted as whole sequences.
+        packed_sequences.take_sums()
+        return None, None
+
+    return consume_seqlen_stats_in_iteration
 
 
 def _loss_group(original: Any) -> Any:
@@ -207,8 +234,16 @@ ROWS = (
     ),
     row(
         TRAINING,
+        "consume_seqlen_stats_in_iteration",
+        _lengths_of_sequences,
+        "sums over all ranks in each iteration in which this one ran a forward, and in the last "
+        "iteration not every stage does",
+    ),
+    row(
+        TRAINING,
         "calc_params_l2_norm",
-        _settled,
-        "it sums over the weights that the iteration made, on every stage",
+        _norm_without_waiting,
+        "sums over all ranks in each iteration; the norm of a complete version comes with its "
+        "update. Undeferred, the weights that the iteration made are summed, on every stage",
     ),
 )

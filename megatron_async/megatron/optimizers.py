@@ -5,6 +5,7 @@ emerging_optimizers.py.
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 __all__ = [
     "distributed_optimizer_shards",
     "emerging_optimizers",
+    "frozen_squares",
     "gradient_attribute",
     "gradients_for_norm",
     "inner_optimizers",
@@ -19,6 +21,7 @@ __all__ = [
     "main_parameters_of",
     "model_parameters",
     "owns_layer_wise",
+    "parameters_for_norm",
     "statistics_groups",
 ]
 
@@ -182,6 +185,30 @@ def gradients_for_norm(leaf: Any, parameters: list[torch.Tensor]) -> list[torch.
     finally:
         del leaf.get_parameters
     return gradients
+
+
+def parameters_for_norm(leaf: Any, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of an optimizer's parameters that count for the weights' norm on this rank, by
+    the rules of :func:`gradients_for_norm`."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = parameter.detach()
+    try:
+        return gradients_for_norm(leaf, parameters)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def frozen_squares(model_chunk: Any) -> float:
+    """Return the sum of squares of the weights that no optimizer has, over all ranks.
+
+    A collective over all ranks.
+    """
+    from megatron.training.utils import calc_params_l2_norm
+
+    frozen = [p for p in model_chunk.parameters() if not p.requires_grad]
+    return float(calc_params_l2_norm([SimpleNamespace(parameters=lambda: frozen)])) ** 2
 
 
 def emerging_optimizers() -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.utils import get_model_config
 
@@ -18,10 +19,12 @@ from megatron_async.config.settings import AsyncConfig
 from megatron_async.corrections.base import DelayCorrection
 from megatron_async.megatron import moe, training
 from megatron_async.megatron.optimizers import (
+    frozen_squares,
     inner_optimizers,
     keep_loss_scale_on_host,
     model_parameters,
 )
+from megatron_async.megatron.packed_sequences import are_packed
 from megatron_async.megatron.pipeline import tied_embedding
 from megatron_async.runtime import random_state
 from megatron_async.runtime.counters.bubble import IdleCounter
@@ -29,6 +32,7 @@ from megatron_async.runtime.counters.correction_ratio import CorrectionRatio
 from megatron_async.runtime.counters.counter import Counter, Counters, Scalar
 from megatron_async.runtime.counters.exits import ExitVotes
 from megatron_async.runtime.counters.moe_metrics import MoEMetrics
+from megatron_async.runtime.counters.packed_sequences import PackedSequences
 from megatron_async.runtime.counters.saves import UNFINISHED, SaveWatch
 from megatron_async.runtime.interpreter import Interpreter
 from megatron_async.runtime.links import Links
@@ -122,6 +126,12 @@ class Engine:
             # The hooks gather for whichever version a module runs on, recomputation included.
             self.model_chunk.disable_forward_pre_hook(param_sync=False)
         self._save_watch = SaveWatch()
+        self.packed: PackedSequences | None = None
+        if are_packed(args) and self.pipeline.deferred:
+            ranks = torch.distributed.get_world_size()
+            self.packed = PackedSequences(
+                copies=ranks // parallel_state.get_data_parallel_world_size()
+            )
         self.counters = Counters(self._make_counters())
         self.updates = Updates(
             args=args,
@@ -204,6 +214,8 @@ class Engine:
         counters: list[Counter] = [ExitVotes(self.args)]
         if self.args.async_save:
             counters.append(self._save_watch)
+        if self.packed is not None:
+            counters.append(self.packed)
         if self.config.log_bubble and run.bubble is not None:
             counters.append(IdleCounter(run.bubble))
         writes = bool(self.args.tensorboard_dir or getattr(self.args, "wandb_project", ""))
@@ -223,6 +235,7 @@ class Engine:
             norm_scope=self.config.grad_norm_scope,
             calculate_per_token_loss=model_config.calculate_per_token_loss,
             count_zeros=self.optimizer.config.log_num_zeros_in_grad,
+            norm_parameters=bool(self.args.log_params_norm),
             copy_gradients=self.gradients is None,
             timeout_minutes=self.args.distributed_timeout_minutes,
             waiting=run.waiting,
@@ -342,6 +355,8 @@ class Engine:
     def _go_asynchronous(self) -> None:
         self.asynchronous_now = True
         if self.pipeline.deferred:
+            if self.args.log_params_norm:
+                self.updates.set_frozen_squares(frozen_squares(self.model_chunk))
             # They synchronise the device, bucket by bucket amid the last backward; the update
             # checks the norm of them all.
             self.model_chunk.ddp_config.check_for_nan_in_grad = False
@@ -433,6 +448,11 @@ class Engine:
 
     # What Megatron's loop asks between iterations
 
+    @property
+    def drained(self) -> bool:
+        """Whether no stage has a microbatch of a later iteration in flight."""
+        return self._last
+
     def agreed(self, question: str) -> bool | None:
         """Whether any rank was for it at the end of the iteration before the last.
 
@@ -459,6 +479,8 @@ class Engine:
         found: list[Scalar] = []
         for report in self.updates.reports:
             found.append(("update-grad-norm", report.grad_norm, report.iteration))
+            if report.params_norm is not None:
+                found.append(("update-params-norm", report.params_norm, report.iteration - 1))
             found += self.counters.scalars(report.counted, report.iteration)
         self.updates.reports.clear()
         iteration = self.args.curr_iteration + 1

@@ -128,6 +128,11 @@ class Updates:
             if self._moe is not None and stagewise is not None and len(stagewise) == self._moe.size:
                 self._moe.resume(stagewise, iteration=report.iteration)
 
+    def set_frozen_squares(self, squares: float) -> None:
+        """Let the reported norm of the weights count those that are not trained."""
+        if self._deferred is not None:
+            self._deferred.frozen_squares = squares
+
     def settle(self, finish_reduction: Callable[[int], None]) -> None:
         """Do all that is pending: the newest version is then that of the last batch, complete.
 

@@ -1,11 +1,17 @@
 """Every rule on the arguments: its message, and what it leaves alone."""
 
 import argparse
+import re
 
 import pytest
 
 from megatron_async.config.validation import Facts, Rule, check, rules
 from megatron_async.config.validation.rule import Scope
+from megatron_async.schedules import SCHEDULES
+from megatron_async.schedules.interleaved import INTERLEAVED
+from megatron_async.schedules.one_f_one_b import ONE_F_ONE_B
+from megatron_async.schedules.schedule import Pipeline, Schedule, action_lists
+from megatron_async.schedules.simulator import Costs, simulate
 from tests.config.cases import ASYNC, CASES, DEFAULTS, FACTS, PLAIN, parse, problems
 
 pytestmark = pytest.mark.usefixtures("adaptive_muon_runs")
@@ -88,6 +94,36 @@ def test_rule_on_the_asynchronous_schedule_leaves_the_default_one_alone(
     args = parse(parser, [*PLAIN, *ASYNC, *argv])
     vars(args).update(DEFAULTS | attributes | {"log_pipeline_bubble": True})
     assert check(args, FACTS) == []
+
+
+@pytest.mark.parametrize("name", ["fresh-2bw", "pipedream-2bw"])
+def test_interleaving_is_refused_with_the_simulators_numbers(
+    parser: argparse.ArgumentParser, name: str
+) -> None:
+    stages, microbatches, chunks = 4, 16, 2
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    sizes = ["--global-batch-size", str(microbatches), flag, str(chunks)]
+    args = parse(parser, [*PLAIN, "--pipeline-schedule", name, *sizes])
+    args.virtual_pipeline_model_parallel_size = chunks
+    (message,) = problems(args, FACTS)[0]
+
+    def slots_and_bubble(schedule: Schedule, chunks: int = 1) -> tuple[float, float]:
+        pipeline = Pipeline(stages=stages, deferred=schedule.asynchronous, chunks=chunks)
+        lists = action_lists(schedule, pipeline, [microbatches] * 8)
+        run = simulate(lists, Costs(forward=0.5, backward=0.5))
+        return run.iteration_time, 100 * (1 - microbatches / run.iteration_time)
+
+    of = re.findall(r"([\d.]+)(?: slots)? \((?:a bubble of )?([\d.]+)%\)", message)
+    wanted = [
+        slots_and_bubble(ONE_F_ONE_B),
+        slots_and_bubble(INTERLEAVED, chunks),
+        slots_and_bubble(SCHEDULES[name]),
+    ]
+    for (slots, bubble), (simulated, left) in zip(of, wanted, strict=True):
+        assert float(slots) == pytest.approx(simulated)
+        assert float(bubble) == pytest.approx(left, abs=0.05)
+    late = {"fresh-2bw": (stages - 1) / microbatches, "pipedream-2bw": 1.0}[name]
+    assert f"{late:.3g} updates late" in message
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

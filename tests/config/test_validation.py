@@ -49,6 +49,10 @@ from tests.support.torchrun import run_torchrun
         (["--exit-signal-handler", "--exit-duration-in-mins", "5", "--exit-interval", "3"], 4),
         (["--log-num-zeros-in-grad", "--check-weight-hash-across-dp-replicas-interval", "5"], 4),
         (["--calculate-per-token-loss", "--log-pipeline-bubble"], 4),
+        (["--log-params-norm", "--log-throughput", "--dataloader-type", "external"], 4),
+        (["--sft"], 4),
+        (["--dataloader-inter-document-masking"], 4),
+        (["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"], 4),
         (["--dataloader-type", "cyclic", "--async-start-iteration", "5"], 4),
         (["--ckpt-assume-constant-structure", "--async-save"], 4),
         (["--eval-iters", "0", "--use-tp-pp-dp-mapping"], 8),
@@ -322,14 +326,14 @@ def test_launcher_ends_a_job_of_two_ranks_with_one_list_of_problems() -> None:
     argv = gpt_args(
         pipeline_model_parallel_size=2,
         pipeline_schedule="pipedream-2bw",
-        log_params_norm=True,
+        save_dgrads_interval=5,
         save_params_interval=5,
     )
     result = run_torchrun(2, argv, launcher="plugin", check=False)
     assert result.returncode == 1
     assert result.crashed == []
     printed = [rank.stdout + rank.stderr for rank in result.ranks]
-    for flag in ("--log-params-norm: ", "--save-params-interval: "):
+    for flag in ("--save-dgrads-interval: ", "--save-params-interval: "):
         assert [text.count(flag) for text in printed] == [1, 0]
     assert "2 problems" in printed[0]
     assert not any("Traceback" in text for text in printed)

@@ -181,11 +181,14 @@ def _no_interleaving(subject: Subject) -> str:
     """Times are in slots, a forward and a backward of one microbatch through a stage."""
     p, v = subject.stages, int(subject.get("virtual_pipeline_model_parallel_size"))
     m = least_microbatches(subject)
-    interleaved = m + (p - 1) / v
+    plain, interleaved = m + p - 1, m + (p - 1) / v
+    delays = subject.delays(m)
     return (
         "the schedule has one model chunk per stage, and interleaving has no bubble left to "
-        f"shrink: of {m} microbatches and {p} stages, 1F1B makes iterations of {m + p - 1} slots, "
-        f"{v} chunks a stage {interleaved:.4g}, and this schedule {m}"
+        f"shrink: of {m} microbatches and {p} stages, 1F1B makes iterations of {plain} slots (a "
+        f"bubble of {1 - m / plain:.1%}), {v} chunks a stage {interleaved:.4g} "
+        f"({1 - m / interleaved:.1%}), and this schedule {m} (0%), for gradients that are "
+        f"{sum(delays) / len(delays):.3g} updates late in the mean"
     )
 
 
@@ -278,16 +281,16 @@ _PIPELINE = (
         "it runs a schedule of its own with a number of microbatches that changes every iteration",
     ),
     rule(
-        "--sft",
-        "the statistics of packed sequences are summed over all ranks in each iteration, if a rank "
-        "ran a forward in it; in the last iteration not every stage does, and the job would hang",
-        "Train on unpacked sequences.",
-    ),
-    rule(
-        "--dataloader-inter-document-masking",
-        "the statistics of packed sequences are summed over all ranks in each iteration, if a rank "
-        "ran a forward in it; in the last iteration not every stage does, and the job would hang",
-        "Use --reset-attention-mask instead.",
+        "--micro-batch-size",
+        "Megatron makes one packed sequence of a microbatch, and stages exchange tensors of the "
+        "shape (--seq-length, --micro-batch-size)",
+        "Use --micro-batch-size 1.",
+        when=lambda s: (
+            s.stages > 1
+            and int(s.get("micro_batch_size") or 1) > 1
+            and bool(s.get("sft") or s.get("dataloader_inter_document_masking"))
+        ),
+        name="packed_microbatches",
     ),
     rule(
         "variable_seq_lengths (model configuration)",

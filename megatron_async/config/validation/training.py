@@ -168,12 +168,12 @@ _LOOP = (
         "Remove the samples from the data.",
     ),
     rule(
-        "--dataloader-type",
-        "an external data loader saves its position from the first stage only, which has read the "
-        "first microbatches of the next batch",
-        "Use single or cyclic.",
-        when=lambda s: s.get("dataloader_type") == "external",
-        name="external_dataloader",
+        "dataloader_save (argument)",
+        "Megatron saves an external data loader's own state from the first stage, which has read "
+        "the first microbatches of the next batch, and a resumed run would leave them out",
+        "Leave it empty, and let the loader start behind args.consumed_train_samples.",
+        when=lambda s: bool(s.get("dataloader_save")),
+        name="dataloader_save",
     ),
     rule(
         "--full-validation",
@@ -208,13 +208,6 @@ _LOOP = (
         "--fake-process-group",
         "the update takes the gradient norm from what other stages send, and nothing is sent",
         "Use the default schedule.",
-    ),
-    rule(
-        "--log-params-norm",
-        "it sums over all ranks in each iteration, which stops the pipeline, and every update "
-        "would have to be completed for it at once",
-        "Drop it, or add --no-deferred-update.",
-        when=lambda s: bool(s.get("log_params_norm")) and s.config.deferred_update,
     ),
     rule(
         "--save-wgrads-interval",
@@ -253,7 +246,8 @@ _LOOP = (
     ),
     rule(
         "--non-persistent-ckpt-type",
-        "local checkpoints leave out what an exact resume needs",
+        "nvidia-resiliency-ext writes and reads local checkpoints, and an exact resume from one "
+        "was not tried",
         "Use global.",
         when=lambda s: s.get("non_persistent_ckpt_type") == "local",
         name="local_checkpoints",
