@@ -190,14 +190,15 @@ def gradients_for_norm(leaf: Any, parameters: list[torch.Tensor]) -> list[torch.
 def parameters_for_norm(leaf: Any, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return those of an optimizer's parameters that count for the weights' norm on this rank, by
     the rules of :func:`gradients_for_norm`."""
-    gradients = [parameter.grad for parameter in parameters]
+    attribute = gradient_attribute(leaf)
+    gradients = [getattr(parameter, attribute, None) for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = parameter.detach()
+        setattr(parameter, attribute, parameter.detach())
     try:
         return gradients_for_norm(leaf, parameters)
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            setattr(parameter, attribute, gradient)
 
 
 def frozen_squares(model_chunk: Any) -> float:
