@@ -129,7 +129,8 @@ def _gpu_problems(reports: Sequence[Report]) -> list[str]:
     seen = Counter(each.device for each in reports if each.device)
     problems += [
         f"{each.node}: several ranks share the GPU {each.device}."
-        for each in {each.device: each for each in reports if seen[each.device] > 1}.values()
+        for each in {each.device: each for each in reports}.values()
+        if each.device and seen[each.device] > 1
     ]
     problems += [
         f"{each.node}, rank {each.rank}: {each.free_share:.0%} of the GPU's memory are free; "
@@ -295,7 +296,7 @@ def _all_reduce(*, cpu: bool) -> str:
     try:
         if not cpu:
             torch.cuda.set_device(device)
-        group = dist.new_group(backend=backend, timeout=_TIMEOUT)
+        group: Any = dist.new_group(backend=backend, timeout=_TIMEOUT)
         values = torch.full((_ELEMENTS,), float(dist.get_rank() + 1), device=device)
         # The first one makes the communicator.
         dist.all_reduce(values[:1].clone(), group=group)

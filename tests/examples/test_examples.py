@@ -407,3 +407,38 @@ def test_same_losses_as_the_script_of_megatron_lm(flags: dict[str, Any], tmp_pat
     assert ours.losses == theirs.losses
     assert ours.grad_norms == theirs.grad_norms
     assert ours.validation_losses == theirs.validation_losses
+
+
+def test_study_job_runs_its_part_and_goes_on_behind_the_time_limit(tmp_path: Path) -> None:
+    """With stand-ins for Slurm and the study."""
+    stopped = "trap 'exit 143' TERM; kill -USR1 $PPID; sleep 30 & wait"
+
+    def attempt(index: int, body: str) -> tuple[int, str]:
+        for name, text in (("megatron-async", f"echo $@; {body}"), ("scontrol", "echo $@")):
+            (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        found = subprocess.run(
+            [
+                *("bash", EXAMPLES / "study.sbatch", "quick"),
+                *("seeds=[1]", "seeds=[2] flags.train-iters=50"),
+            ],
+            env={
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "SLURM_JOB_ID": "8",
+                "SLURM_ARRAY_JOB_ID": "7",
+                "SLURM_ARRAY_TASK_ID": str(index),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return found.returncode, found.stdout + found.stderr
+
+    command = "study quick --set=seeds=[2] --set=flags.train-iters=50 --output runs/study/quick-1\n"
+    assert attempt(1, "exit 0") == (0, command)
+    assert attempt(1, "exit 3") == (3, command)
+    code, said = attempt(1, stopped)
+    assert (code, said.splitlines()[-1]) == (0, "requeue 7_1")
+    code, said = attempt(2, "exit 0")
+    assert code == 2
+    assert "Give --array 0-1." in said

@@ -78,11 +78,12 @@ class Job:
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank: not torchrun above it, nor the data loader's workers below."""
         name = str(number)
-        (found,) = [
+        ranks = [
             each
             for each in self.cluster.processes(self.number)
-            if each.environ().get("RANK") == name and "RANK" not in each.parent().environ()
+            if each.environ().get("RANK") == name
         ]
+        (found,) = [each for each in ranks if each.ppid() not in {above.pid for above in ranks}]
         return found
 
     def wait_for_end(self) -> str:
