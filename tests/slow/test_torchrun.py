@@ -217,6 +217,12 @@ def test_a_gradient_that_is_not_a_number_ends_the_job(tmp_path: Path) -> None:
     assert "RuntimeError: Rank 1, " in result.ranks[1].stderr
 
 
+def test_an_error_ends_a_job_that_reads_with_workers(tmp_path: Path) -> None:
+    """Its traceback holds the data loader, whose workers do not end at SIGTERM."""
+    result = fail(tmp_path, poisoned(1, "nan"), handled=True, more=("--num-workers", "2"))
+    assert "RuntimeError: Rank 1, " in result.ranks[1].stderr
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_data_loader_that_raises_ends_the_job(tmp_path: Path, workers: str) -> None:
     prelude = UNREADABLE if workers == "0" else _UNREADABLE_IN_WORKER
