@@ -7,6 +7,9 @@ built its optimizer, before a checkpoint is loaded.
 """
 
 import argparse
+import atexit
+import multiprocessing
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -60,7 +63,21 @@ def attach(args: argparse.Namespace, model: list[Any], optimizer: Any) -> "Engin
         The engine; ``optimizer.step`` is its own from now on.
     """
     run.engine = Engine(args, model, optimizer)
+    if args.exit_signal_handler:
+        atexit.register(_end_workers)  # behind multiprocessing's own, and so run ahead of it
     return run.engine
+
+
+def _end_workers() -> None:
+    """End a data loader's workers, which do not end at SIGTERM with ``--exit-signal-handler``.
+
+    Whatever still refers to their iterator, such as the traceback of an error, multiprocessing
+    would send them SIGTERM at the end of the interpreter and wait for them for good.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises at killed workers
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 class Engine:
