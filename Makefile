@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@python="$$(bash scripts/find-python.sh)" || exit 1; \
 	if ! [ -x $(BIN)/python ]; then echo "Making $(VENV) with $$python"; "$$python" -m venv $(VENV); fi
 	@echo 'Installing into $(VENV), which takes some minutes the first time'
-	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,data,docs]' \
 		| sed '/already satisfied/d'
 	@touch $@
 

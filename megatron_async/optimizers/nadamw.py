@@ -51,7 +51,7 @@ class MomentumSchedule:
 
     def momentum(self, step: int) -> float:
         """Return mu of a step, counted from 1."""
-        return self._beta1 * (1.0 - 0.5 * 0.96 ** (step * self._decay))
+        return self._beta1 * (1.0 - 0.5 * math.pow(0.96, step * self._decay))
 
     def product(self, step: int) -> float:
         """Return mu_1 ... mu_step."""
