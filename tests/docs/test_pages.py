@@ -2,6 +2,7 @@
 
 import html
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -133,3 +134,12 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     for page in ("index.html", "theory/index.html", "study/index.html"):
         assert (tmp_path / page).is_file()
+
+
+def test_navigation_leaves_out_and_adds_pages(tmp_path: Path) -> None:
+    for name in ("a.md", "b.md", "new.md"):
+        (tmp_path / name).touch()
+    nav = [{"First": "a.md"}, {"Part": ["b.md", "gone.md", {"Gone": "gone.md"}]}]
+    hook = runpy.run_path(str(REPOSITORY / "scripts" / "mkdocs_nav.py"))["on_config"]
+    made = hook({"docs_dir": str(tmp_path), "nav": nav})["nav"]
+    assert made == [{"First": "a.md"}, {"Part": ["b.md"]}, {"More": ["new.md"]}]

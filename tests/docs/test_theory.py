@@ -56,7 +56,7 @@ def randomized_pipedream(
     matrix = np.diag(curvature) + 0.02 * np.ones((4 * stages, 4 * stages))
     smooth = float(np.linalg.eigvalsh(matrix)[-1])
     history = [generator.normal(size=4 * stages)]
-    first = 0.5 * history[0] @ matrix @ history[0]
+    first = 0.5 * float(history[0] @ matrix @ history[0])
     squares, largest = [], 0.0
     for _ in range(steps):
         block = int(generator.integers(stages))
