@@ -12,8 +12,7 @@ What is held equal:
   takes a stage --batch-ms, a third of it forward. (On a GPU small microbatches are less efficient;
   that would speak for few of them, which is where bubbles are large.) An optimizer's step takes
   the same for every m.
-- The initial weights of the runs on one rank. PACI is trained on its stages, where they are others,
-  and is compared with synchronous training there.
+- The initial weights.
 - The learning rate is constant behind a warm-up. So a run's first n iterations are a run of n
   iterations, and one training shows all of them; with a rate that decays to the end each length
   would need a run of its own. The rate is the same for all schedules, the best one in synchronous

@@ -26,7 +26,8 @@ class Flag:
         name: with its dashes.
         help: for ``--help``.
         default: without the flag.
-        parse: makes the value of the flag's text; not used for a switch.
+        parse: makes the value of the flag's text; not used for a switch. It raises ValueError where
+            it cannot.
         metavar: how ``--help`` names the value.
         choices: the only values, if they are few.
         switch: whether the bare flag turns something on.
@@ -61,12 +62,19 @@ class Flag:
             return
         group.add_argument(
             self.name,
-            type=self.parse,
+            type=self._value if self.takes else self.parse,
             default=self.default,
             metavar=self.metavar,
             choices=self.choices,
             help=self.help,
         )
+
+    def _value(self, text: str) -> Any:
+        try:
+            return self.parse(text)
+        except ValueError:
+            expected = self.takes.partition(";")[0]
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
 
 
 class Named(Protocol):

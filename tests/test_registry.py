@@ -125,3 +125,14 @@ def test_the_packages_flags_are_described_and_their_defaults_fit() -> None:
             assert flag.fits(flag.default), flag.name
             # What does not fit is refused with this.
             assert flag.takes or flag.choices or flag.switch or flag.dest == "soap_shampoo_beta"
+
+
+def test_a_value_that_cannot_be_read_is_told_by_what_the_flag_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser()
+    SIZE.add_to(parser)
+    assert parser.parse_args(["--thing-size", "3"]).thing_size == 3
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--thing-size", "big"])
+    assert "argument --thing-size: 'big' is not an integer" in capsys.readouterr().err

@@ -1,9 +1,8 @@
-"""Loss curves of the schedules on real text, as studies of the package.
+"""Loss curves of the schedules on real text, as a study of the package.
 
-Everything but PACI is trained on one rank, where the numbers are those of any number of stages:
-the first c microbatches of a batch run on the version before the newest. PACI's forwards and
-backwards differ from stage to stage, so it is trained on its real stages. There Megatron draws
-other initial weights than on one rank; so synchronous training is there, too, to be compared with.
+All are trained on one rank, where the numbers are those of any number of stages: the first c
+microbatches of a batch run on the version before the newest. Of PACI, whose forwards and backwards
+differ from stage to stage, the stages are emulated.
 
 A batch has the same sequences for every number m of microbatches. So the synchronous run is one for
 all m, and so is PipeDream-2BW's, whose whole batch is delayed; they are trained once. What depends
@@ -18,6 +17,7 @@ from typing import Any
 import numpy
 
 from megatron_async.corrections import RECOMMENDED as CORRECTION
+from megatron_async.schedules.emulation import EMULATE_PIPELINE_STAGES
 from megatron_async.schedules.fresh_2bw import DELAYED_MICROBATCHES, FRESH_2BW
 from megatron_async.schedules.paci import PACI
 from megatron_async.schedules.pipedream_2bw import PIPEDREAM_2BW
@@ -25,9 +25,8 @@ from megatron_async.study import config, runner
 from megatron_async.study.cells import Cell, choose, plan
 from megatron_async.study.config import NONE, Study
 from megatron_async.study.datasets import Prepared, prepare
-from megatron_async.study.launch import CommandLauncher, ForkLauncher
+from megatron_async.study.launch import ForkLauncher
 from megatron_async.study.results import FINISHED
-from megatron_async.tools.job import torchrun
 from support.smoothing import Curve
 
 __all__ = ["OPTIMIZERS", "Pair", "Training", "find", "modes_of", "train"]
@@ -47,8 +46,11 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
 """The flags of each optimizer, and its learning rate: of a grid by factors of two the best in 2000
 iterations of synchronous training at the benchmark's default size."""
 
-_DELAYED, _SCHEDULE = DELAYED_MICROBATCHES.name.removeprefix("--"), "pipeline-schedule"
-_ONE_RANK, _STAGES = "one-rank", "stages"  # folders
+_SCHEDULE = "pipeline-schedule"
+_DELAYED, _EMULATED = (
+    flag.name.removeprefix("--") for flag in (DELAYED_MICROBATCHES, EMULATE_PIPELINE_STAGES)
+)
+_FOLDER = "one-rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,26 +93,23 @@ class Training:
     seeds: tuple[int, ...]
     dataset: Any
 
-    def study(self, folder: str, *, learning_rates: Sequence[float]) -> Study:
-        """Return the study of the runs on one rank, or of those on all stages."""
-        delays: list[Any] = [NONE]
-        corrections = [NONE]
-        stages = self.stages
-        if folder == _ONE_RANK:
-            stages = 1
-            corrections.append(CORRECTION)
-            delays.append({"name": "2bw", "flags": {_SCHEDULE: PIPEDREAM_2BW.name}})
-        name, schedule = ("fresh", FRESH_2BW) if folder == _ONE_RANK else ("paci", PACI)
-        for m in self.microbatches:
-            flags = {
-                _SCHEDULE: schedule.name,
-                _DELAYED: self.stages - 1,
-                "micro-batch-size": self.batch // m,
-            }
-            delays.append({"name": f"{name}-{m}", "flags": flags})
+    def study(self, learning_rates: Sequence[float]) -> Study:
+        """Return the study of all runs."""
+        delays: list[Any] = [NONE, {"name": "2bw", "flags": {_SCHEDULE: PIPEDREAM_2BW.name}}]
+        of_stages = {_EMULATED: self.stages}
+        for name, schedule, more in (("fresh", FRESH_2BW, {}), ("paci", PACI, of_stages)):
+            for m in self.microbatches:
+                flags = {
+                    _SCHEDULE: schedule.name,
+                    _DELAYED: self.stages - 1,
+                    "micro-batch-size": self.batch // m,
+                    **more,
+                }
+                delays.append({"name": f"{name}-{m}", "flags": flags})
+        corrected = ["2bw", *(f"fresh-{m}" for m in self.microbatches)]
         own, _ = OPTIMIZERS[self.optimizer]
         document = {
-            "ranks": stages,
+            "ranks": 1,
             "dataset": self.dataset,
             "flags": {
                 "num-layers": self.layers,
@@ -123,7 +122,7 @@ class Training:
                 "position-embedding-type": "rope",
                 "untie-embeddings-and-output-weights": True,
                 "disable-bias-linear": True,
-                "pipeline-model-parallel-size": stages,
+                "pipeline-model-parallel-size": 1,
                 "micro-batch-size": self.batch // min(self.microbatches),
                 "global-batch-size": self.batch,
                 "train-iters": self.iterations,
@@ -140,10 +139,10 @@ class Training:
             "min-lr-ratio": 1.0,
             "optimizers": {self.optimizer: {"flags": own, "learning-rates": [*learning_rates]}},
             "delays": delays,
-            "corrections": corrections,
+            "corrections": [NONE, {"name": CORRECTION, "delays": corrected}],
             "seeds": [*self.seeds],
         }
-        return config.parse(document, name=folder)
+        return config.parse(document, name=_FOLDER)
 
 
 def train(training: Training, output: Path, *, jobs: int) -> bool:
@@ -158,9 +157,9 @@ def train(training: Training, output: Path, *, jobs: int) -> bool:
         RunError, LaunchError, ConfigError, DataError: it cannot be done.
     """
     output.mkdir(parents=True, exist_ok=True)
-    study = training.study(_ONE_RANK, learning_rates=training.learning_rates)
+    study = training.study(training.learning_rates)
     dataset = prepare(study.dataset, output)
-    folder = output / _ONE_RANK
+    folder = output / _FOLDER
     folder.mkdir(exist_ok=True)
     outcome = runner.run(
         study,
@@ -168,16 +167,6 @@ def train(training: Training, output: Path, *, jobs: int) -> bool:
         dataset=dataset,
         launcher=ForkLauncher(log=folder / "launcher.log"),
         environments=[{}] * jobs,
-    )
-    rate = _rate(training, output, dataset)
-    if not outcome.complete or rate is None:
-        return False
-    outcome = runner.run(
-        training.study(_STAGES, learning_rates=[rate]),
-        output / _STAGES,
-        dataset=dataset,
-        launcher=CommandLauncher(torchrun(training.stages)),
-        environments=[{}],
     )
     return outcome.complete
 
@@ -187,32 +176,30 @@ def find(training: Training, output: Path) -> dict[tuple[str, int], dict[int, Pa
 
     The losses of a run that diverged are infinite.
     """
-    study = training.study(_ONE_RANK, learning_rates=training.learning_rates)
+    study = training.study(training.learning_rates)
     dataset = prepare(study.dataset, output)
     rate = _rate(training, output, dataset)
     found: dict[tuple[str, int], dict[int, Pair]] = {}
     if rate is None:
         return found
-    for folder in (_ONE_RANK, _STAGES):
-        study = training.study(folder, learning_rates=[rate])
-        results = runner.read_results(output / folder)
-        curves: list[tuple[Cell, Curve]] = []
-        for cell in plan(study, results, identity=runner.identity_of(study, dataset.identity)):
-            result = results.get(cell.name)
-            if result is None:
-                continue
-            if result.status == FINISHED:
-                losses = numpy.asarray(result.losses, dtype=numpy.float64)
-            else:
-                losses = numpy.full(training.iterations, numpy.inf)
-            curves.append((cell, losses))
-        references = {cell.seed: losses for cell, losses in curves if cell.delay == NONE}
-        for cell, losses in curves:
-            if cell.seed in references:
-                pair = Pair(losses=losses, reference=references[cell.seed])
-                for key in modes_of(cell, training.microbatches):
-                    # Synchronous training on one rank comes first, and is the baseline's.
-                    found.setdefault(key, {}).setdefault(cell.seed, pair)
+    study = training.study([rate])
+    results = runner.read_results(output / _FOLDER)
+    curves: list[tuple[Cell, Curve]] = []
+    for cell in plan(study, results, identity=runner.identity_of(study, dataset.identity)):
+        result = results.get(cell.name)
+        if result is None:
+            continue
+        if result.status == FINISHED:
+            losses = numpy.asarray(result.losses, dtype=numpy.float64)
+        else:
+            losses = numpy.full(training.iterations, numpy.inf)
+        curves.append((cell, losses))
+    references = {cell.seed: losses for cell, losses in curves if cell.delay == NONE}
+    for cell, losses in curves:
+        if cell.seed in references:
+            pair = Pair(losses=losses, reference=references[cell.seed])
+            for key in modes_of(cell, training.microbatches):
+                found.setdefault(key, {})[cell.seed] = pair
     return found
 
 
@@ -227,8 +214,8 @@ def modes_of(cell: Cell, microbatches: Sequence[int]) -> list[tuple[str, int]]:
 
 def _rate(training: Training, output: Path, dataset: Prepared) -> float | None:
     """The learning rate that all runs have; None if it is not chosen yet."""
-    study = training.study(_ONE_RANK, learning_rates=training.learning_rates)
+    study = training.study(training.learning_rates)
     identity = runner.identity_of(study, dataset.identity)
-    results = runner.read_results(output / _ONE_RANK)
+    results = runner.read_results(output / _FOLDER)
     choice = choose(study, study.variants[0], results, identity=identity)
     return None if choice is None else choice.learning_rate

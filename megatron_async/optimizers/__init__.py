@@ -153,7 +153,15 @@ register(
         ),
     )
 )
-register(Optimizer(name="lion", title="Lion", momentum_flag="--lion-beta1", state_bytes=(4, 4)))
+register(
+    Optimizer(
+        name="lion",
+        title="Lion",
+        momentum_flag="--lion-beta1",
+        sign_update=True,
+        state_bytes=(4, 4),
+    )
+)
 register(
     Optimizer(
         name="adan",

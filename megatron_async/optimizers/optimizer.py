@@ -26,6 +26,7 @@ class Optimizer:
         momentum_flag: Megatron's flag (or ours) of the momentum that it uses for all matrices.
         momentum_optional: whether it makes sense without that momentum.
         sensitive: whether its loss suffers most from a delay (arXiv 2606.30634).
+        sign_update: whether its update is a sign times the learning rate.
         state_bytes: fp32 state per parameter in bytes: (layers' matrices, everything else); None
             where the planner does not know it.
         saved_in_torch_dist: whether Megatron can save its state in that format.
@@ -39,6 +40,7 @@ class Optimizer:
     momentum_flag: str | None = None
     momentum_optional: bool = False
     sensitive: bool = False
+    sign_update: bool = False
     state_bytes: tuple[int, int] | None = None
     saved_in_torch_dist: bool = True
     runs: Callable[[], bool] = _always

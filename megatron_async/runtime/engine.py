@@ -39,6 +39,7 @@ from megatron_async.schedules.schedule import action_lists
 from megatron_async.schedules.validator import validate
 from megatron_async.update.deferred import DeferredUpdate, UpdateReport, scheduled
 from megatron_async.update.process_groups import gather_ranks
+from megatron_async.weights.drifting_stages import DriftingStages
 from megatron_async.weights.emulated_stages import EmulatedStages
 from megatron_async.weights.gradient_buffers import GradientBuffers
 from megatron_async.weights.versions import WeightVersions
@@ -100,17 +101,9 @@ class Engine:
         )
         microbatches = num_microbatches_calculator.get_num_microbatches()
         emulated = self.schedule.emulated_stages(self.pipeline)
-        self.weights = (
-            WeightVersions(
-                self.model_chunk,
-                optimizer,
-                count=self.schedule.rule(self.pipeline, microbatches).kept(self.stage),
-            )
-            if emulated is None
-            else EmulatedStages(self.model_chunk, optimizer, stages=emulated)
-        )
         self._logged_pipeline = replace(self.pipeline, stages=emulated or self.pipeline.stages)
         """Whose first stage's delay is logged."""
+        self.weights = self._make_weights(emulated, microbatches)
         self.corrections = self._make_corrections()
         in_flight = self.schedule.batches_in_flight(self.pipeline, self.stage, microbatches)
         self.moe: MoEMetrics | None = None
@@ -164,6 +157,21 @@ class Engine:
         """Whether the running iteration's update is deferred, so that nothing may wait for a
         stage."""
         return self.asynchronous_now and self.pipeline.deferred
+
+    def _make_weights(self, emulated: int | None, microbatches: int) -> WeightVersions:
+        model, optimizer, schedule = self.model_chunk, self.optimizer, self.schedule
+        if emulated is None:
+            kept = schedule.rule(self.pipeline, microbatches).kept(self.stage)
+            return WeightVersions(model, optimizer, count=kept)
+        if not schedule.drifts:
+            return EmulatedStages(model, optimizer, stages=emulated)
+
+        def version(batch: int, microbatch: int, stage: int) -> int:
+            # On one stage all that is in flight is of the running batch.
+            rule = schedule.rule(self._logged_pipeline, self._microbatches)
+            return rule.backward(batch, microbatch, stage)
+
+        return DriftingStages(model, optimizer, stages=emulated, backward_version=version)
 
     def _make_corrections(self) -> list[DelayCorrection]:
         record = self.config.correction_record

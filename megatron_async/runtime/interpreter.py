@@ -381,6 +381,7 @@ class Interpreter:
         if (done.batch, done.microbatch) != (action.batch, action.microbatch):
             raise AssertionError(f"{action} found microbatch {done.microbatch} of {done.batch}")
         self._select(action)
+        self.weights.before_backward(action.batch, action.microbatch)
         # The last forward was of another batch, perhaps of another number of microbatches.
         megatron_pipeline.set_moe_loss_scale(
             _only(done.output),

@@ -16,8 +16,6 @@ another boundary. A fork of Megatron for AMDP (arXiv 2605.29664) runs forwards o
 of each stage and calls that 2BW.
 """
 
-import argparse
-
 from megatron_async.registry import Flag
 from megatron_async.schedules.actions import Action
 from megatron_async.schedules.schedule import Call, Pipeline, Problem, Schedule, VersionRule
@@ -37,13 +35,7 @@ _FEWEST, _ALL = "fewest", "all"
 
 
 def _count(text: str) -> int | str:
-    if text in (_FEWEST, _ALL):
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        expected = f"{_FEWEST}, {_ALL} or a number of microbatches"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
+    return text if text in (_FEWEST, _ALL) else int(text)
 
 
 DELAYED_MICROBATCHES = Flag(
@@ -105,7 +97,8 @@ def delayed_notes(pipeline: Pipeline, microbatches: int) -> list[str]:
     c = delayed_microbatches(pipeline, microbatches)
     value = pipeline.value(DELAYED_MICROBATCHES)
     if value == _FEWEST:
-        why = _reasons(pipeline, slack=_slack(pipeline))
+        # A short batch may have no slot left for the gather.
+        why = _reasons(pipeline, slack=max(c - fewest_delayed(pipeline), 0))
     else:
         why = f"{DELAYED_MICROBATCHES.name} {value}"
     note = (

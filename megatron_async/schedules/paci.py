@@ -8,6 +8,10 @@ forward on version k - 1, and of these the first c - a backward as well, with a 
 stage runs ahead. A gradient whose forward and backward differ is not the gradient of any loss; what
 drifts are at most c of m microbatches by one update.
 
+On one stage that emulates P (``--emulate-pipeline-stages``) each microbatch has its backward right
+after its forward, both versions are kept, and the layers of a stage run backward on the newer one
+where their stage would.
+
 No second copy of the weights is kept. An evaluation or a checkpoint completes the update that is
 pending, so that microbatches in flight then run backward on the version made by it. A resumed run
 forwards anew, on the newest weights.
@@ -19,6 +23,11 @@ own.
 """
 
 from megatron_async.schedules.actions import Action, warmup_microbatches
+from megatron_async.schedules.emulation import (
+    EMULATE_PIPELINE_STAGES,
+    as_emulated,
+    emulated_stages,
+)
 from megatron_async.schedules.fresh_2bw import (
     DELAYED_MICROBATCHES,
     delayed_microbatches,
@@ -42,7 +51,7 @@ _NAME = "paci"
 
 
 def _rule(pipeline: Pipeline, microbatches: int) -> VersionRule:
-    c = delayed_microbatches(pipeline, microbatches)
+    c = delayed_microbatches(as_emulated(pipeline), microbatches)
 
     def ahead(stage: int) -> int:
         return warmup_microbatches(pipeline.stages, stage) + extra_ahead(pipeline, stage)
@@ -53,12 +62,30 @@ def _rule(pipeline: Pipeline, microbatches: int) -> VersionRule:
     def backward(batch: int, microbatch: int, stage: int) -> int:
         return max(batch - 1, 0) if microbatch < c - ahead(stage) else batch
 
+    if _emulates(pipeline):
+        # The stage's own actions; what drifts of the emulated ones is no matter of their order.
+        return VersionRule(
+            forward=forward,
+            backward=forward,
+            kept=lambda stage: 2,
+            staleness=lambda stage: c / microbatches,
+        )
     return VersionRule(
         forward=forward,
         backward=backward,
         kept=lambda stage: 1,
         staleness=lambda stage: (2 * c - ahead(stage)) / (2 * microbatches),
     )
+
+
+def _emulates(pipeline: Pipeline) -> bool:
+    return as_emulated(pipeline).stages != pipeline.stages
+
+
+def _made_ahead(pipeline: Pipeline) -> int:
+    """How many microbatches before the c-th the update has to be complete on one stage: a backward
+    of the first emulated stage needs it so much before the c-th forward."""
+    return as_emulated(pipeline).stages - pipeline.stages
 
 
 def _call(call: Call) -> list[Action]:
@@ -71,16 +98,18 @@ def _call(call: Call) -> list[Action]:
     both = VersionRule(
         forward=lambda batch, i, stage: of(batch).forward(batch, i, stage),
         backward=lambda batch, i, stage: of(batch).backward(batch, i, stage),
-        kept=lambda stage: 1,
+        kept=rules[call.microbatches].kept,
         staleness=rules[call.microbatches].staleness,
     )
-    return unflushed_call(
-        call, name=_NAME, rule=both, delayed=lambda count: delayed_microbatches(pipeline, count)
-    )
+
+    def delayed(count: int) -> int:
+        return delayed_microbatches(as_emulated(pipeline), count) - _made_ahead(pipeline)
+
+    return unflushed_call(call, name=_NAME, rule=both, delayed=delayed)
 
 
 def _problems(pipeline: Pipeline, microbatches: int) -> list[Problem]:
-    problems = delayed_problems(pipeline, microbatches)
+    problems = delayed_problems(as_emulated(pipeline), microbatches)
     if pipeline.gather_ahead:
         problems.append(
             Problem(
@@ -100,6 +129,14 @@ def _problems(pipeline: Pipeline, microbatches: int) -> list[Problem]:
     return problems
 
 
+def _notes(pipeline: Pipeline, microbatches: int) -> list[str]:
+    return delayed_notes(as_emulated(pipeline), microbatches)
+
+
+def _least_microbatches(pipeline: Pipeline) -> int:
+    return least_microbatches(as_emulated(pipeline))
+
+
 PACI = Schedule(
     name=_NAME,
     title="PACI",
@@ -107,11 +144,13 @@ PACI = Schedule(
     "flight run backward on newer weights than forward",
     call=_call,
     rule=_rule,
-    least_microbatches=least_microbatches,
+    least_microbatches=_least_microbatches,
     # In flight are microbatches that have seen a version that nobody keeps.
     resumable=False,
+    drifts=True,
+    emulated_stages=emulated_stages,
     extra_warmup=True,
-    flags=(DELAYED_MICROBATCHES,),
-    notes=delayed_notes,
+    flags=(DELAYED_MICROBATCHES, EMULATE_PIPELINE_STAGES),
+    notes=_notes,
     problems=_problems,
 )

@@ -15,8 +15,8 @@ Sources: "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 20
 (weight stashing); arXiv 2006.09503, section 2, for its delay of p - 1 - s updates.
 """
 
-from megatron_async.registry import Flag
 from megatron_async.schedules.actions import COMPUTE, Action, Kind, warmup_microbatches
+from megatron_async.schedules.emulation import EMULATE_PIPELINE_STAGES, emulated_stages
 from megatron_async.schedules.schedule import (
     Call,
     Pipeline,
@@ -25,18 +25,7 @@ from megatron_async.schedules.schedule import (
     fixed_delay,
 )
 
-__all__ = ["EMULATE_PIPELINE_STAGES", "PIPEDREAM", "pipedream_delay"]
-
-EMULATE_PIPELINE_STAGES = Flag(
-    name="--emulate-pipeline-stages",
-    parse=int,
-    metavar="P",
-    help="With --pipeline-schedule pipedream and one pipeline stage: give each layer the delay "
-    "that it would have in a pipeline of P stages, so that such a pipeline's training can be "
-    "studied on one device.",
-    fits=lambda stages: stages is None or stages >= 1,
-    takes="an integer >= 1",
-)
+__all__ = ["PIPEDREAM", "pipedream_delay"]
 
 
 def pipedream_delay(stages: int, stage: int) -> int:
@@ -51,11 +40,6 @@ def _rule(pipeline: Pipeline, microbatches: int) -> VersionRule:
 
 def _ahead(pipeline: Pipeline, stage: int, microbatches: int) -> int:
     return pipedream_delay(pipeline.stages, stage) * microbatches
-
-
-def _emulated_stages(pipeline: Pipeline) -> int | None:
-    stages: int | None = pipeline.value(EMULATE_PIPELINE_STAGES)
-    return stages
 
 
 def _call(call: Call) -> list[Action]:
@@ -165,6 +149,6 @@ PIPEDREAM = Schedule(
     # It would take all of the weight versions, and the batches in flight.
     resumable=False,
     equal_batches=True,
-    emulated_stages=_emulated_stages,
+    emulated_stages=emulated_stages,
     flags=(EMULATE_PIPELINE_STAGES,),
 )

@@ -215,6 +215,7 @@ class Schedule:
         resumable: whether a run goes on exactly where it was saved; otherwise it starts afresh from
             the newest weights.
         equal_batches: whether all batches need the same number of microbatches on several stages.
+        drifts: whether a microbatch may run backward on newer weights than forward.
         interleaved: whether each stage has several model chunks.
         emulated_stages: P, if one stage trains with the delays of P of them; else None.
         extra_warmup: whether it can have more microbatches in flight than 1F1B.
@@ -235,6 +236,7 @@ class Schedule:
     deferrable: bool = True
     resumable: bool = True
     equal_batches: bool = False
+    drifts: bool = False
     interleaved: bool = False
     emulated_stages: Callable[[Pipeline], int | None] = _not_emulated
     extra_warmup: bool = False

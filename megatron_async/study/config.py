@@ -42,7 +42,7 @@ import yaml
 from megatron_async.corrections import CORRECTIONS
 from megatron_async.corrections.correction import STRENGTH
 from megatron_async.schedules import SCHEDULES, asynchronous_names
-from megatron_async.schedules.pipedream import EMULATE_PIPELINE_STAGES
+from megatron_async.schedules.emulation import EMULATE_PIPELINE_STAGES
 from megatron_async.schedules.pipedream_2bw import PIPEDREAM_2BW
 from megatron_async.schedules.schedule import Pipeline
 from megatron_async.study.document import (

@@ -136,6 +136,9 @@ class WeightVersions:
             self._repoint_parameters(side)
             self._computing = side
 
+    def before_backward(self, batch: int, microbatch: int) -> None:
+        """Called behind :meth:`compute_on` where a backward follows; for weights that drift."""
+
     def _check(self, version: int) -> None:
         if not max(self.newest - self.count, -1) < version <= self.newest:
             raise ValueError(

@@ -125,6 +125,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--pipeline-schedule", "pipedream", "--delay-correction", "error-feedback"],
         {},
     ),
+    "correction_of_signs": (["--optimizer", "lion", "--delay-correction", "error-feedback"], {}),
     "async_start_iteration_range": (["--async-start-iteration", "-1"], {}),
     "async_start_iteration_with_default_schedule": (
         ["--pipeline-schedule", "default", "--async-start-iteration", "10"],
@@ -231,6 +232,20 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "emulation_undivided": (
         [*PIPEDREAM, *ONE_STAGE, "--emulate-pipeline-stages", "3"],
+        {},
+    ),
+    "emulation_corrected": (
+        [
+            *ONE_STAGE,
+            *EMULATED,
+            "--pipeline-schedule",
+            "paci",
+            "--delay-correction",
+            "weight-prediction",
+            "--untie-embeddings-and-output-weights",
+            "--global-batch-size",
+            "16",
+        ],
         {},
     ),
     "no_delay_on_a_single_stage": ([*PIPEDREAM, *ONE_STAGE], {}),

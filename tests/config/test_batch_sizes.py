@@ -1,6 +1,7 @@
 """Rules on the number of microbatches, with one batch size and with several."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,13 @@ from megatron_async.config.settings import AsyncConfig
 from megatron_async.config.validation.rule import Subject
 from megatron_async.config.validation.schedule import batch_sizes
 from tests.config.cases import ASYNC, FACTS, LAYOUT, MODEL, parse, problems, validate
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A folder with a checkpoint, as far as Megatron looks for one ahead of loading it."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10", encoding="utf-8")
+    return str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +83,24 @@ def test_step_with_too_few_microbatches_is_found_wherever_it_stands(
     [("0:2 1280:4", None), ("0:1 640:2", 2), ("0:2 12800:4", 2)],  # that one's 4 comes too late
 )
 def test_steps_that_a_resumed_run_may_have_behind_it_do_not_count(
-    parser: argparse.ArgumentParser, schedule: str, microbatches: int | None
+    parser: argparse.ArgumentParser, schedule: str, microbatches: int | None, saved: str
 ) -> None:
-    argv = [*MODEL, *LAYOUT, *ASYNC, "--load", "x", "--step-batch-size-schedule", schedule]
+    argv = [*MODEL, *LAYOUT, *ASYNC, "--load", saved, "--step-batch-size-schedule", schedule]
     errors, _ = problems(parse(parser, argv))
     if microbatches is None:
         assert errors == []
     else:
         assert len(errors) == 1
         assert f"a batch has {microbatches} microbatches" in errors[0]
+
+
+def test_a_run_that_loads_from_an_empty_folder_has_all_steps_ahead_of_it(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    argv = [*MODEL, *LAYOUT, *ASYNC, "--load", str(tmp_path)]
+    errors, _ = problems(parse(parser, [*argv, "--step-batch-size-schedule", "0:2 1280:4"]))
+    assert len(errors) == 1
+    assert "a batch has 2 microbatches" in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -96,14 +113,19 @@ def test_steps_that_a_resumed_run_may_have_behind_it_do_not_count(
         ("0:8 10240:4", [], None),  # that one's last sample
         ("0:8 10176:4", ["--train-iters", "21"], "shrinks from 8 to 4 samples at iteration 21"),
         ("0:6 640:9 1280:12", ["--micro-batch-size", "2"], "9 samples, from iteration 3 on"),
-        ("0:6 640:9", ["--micro-batch-size", "2", "--load", "x"], "9 samples, from iteration 3 on"),
+        (
+            "0:6 640:9",
+            ["--micro-batch-size", "2", "--load", "SAVED"],
+            "9 samples, from iteration 3 on",
+        ),
         ("0:7 640:8", ["--micro-batch-size", "2"], "7 samples, from iteration 1 on"),
-        ("0:7 640:8", ["--micro-batch-size", "2", "--load", "x"], None),
+        ("0:7 640:8", ["--micro-batch-size", "2", "--load", "SAVED"], None),
     ],
 )
 def test_batches_on_which_megatron_would_stop_in_mid_run(
-    parser: argparse.ArgumentParser, schedule: str, more: list[str], word: str | None
+    parser: argparse.ArgumentParser, schedule: str, more: list[str], word: str | None, saved: str
 ) -> None:
+    more = [saved if each == "SAVED" else each for each in more]
     argv = [*MODEL, *LAYOUT, *ASYNC, "--step-batch-size-schedule", schedule, *more]
     errors, _ = problems(parse(parser, argv))
     if word is None:

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_async.config.settings import AsyncConfig, set_defaults
 from megatron_async.corrections import CORRECTIONS
+from megatron_async.schedules.emulation import EMULATE_PIPELINE_STAGES
 from megatron_async.schedules.fresh_2bw import DELAYED_MICROBATCHES
-from megatron_async.schedules.pipedream import EMULATE_PIPELINE_STAGES
 from megatron_async.schedules.pipedream_2bw import PIPEDREAM_2BW
 from megatron_async.schedules.schedule import Pipeline
 from tests.config.test_arguments import GIVEN, parse

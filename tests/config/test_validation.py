@@ -127,12 +127,12 @@ def test_optimizers_that_suffer_most_are_named(parser: argparse.ArgumentParser) 
     [
         (
             [*ONE_STAGE, *EMULATED],
-            "--pipeline-schedule pipedream",
+            "--pipeline-schedule paci or pipedream",
             "--pipeline-schedule is pipedream-2bw",
         ),
         (
             [*EMULATED, "--pipeline-schedule", "default"],
-            "--pipeline-schedule pipedream",
+            "--pipeline-schedule paci or pipedream",
             "--pipeline-schedule is default",
         ),
         (

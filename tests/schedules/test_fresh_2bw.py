@@ -88,6 +88,14 @@ def test_the_fewest_are_what_the_flags_need(
     assert note.endswith(f"a mean delay of {chosen / 16:.3g} of an update")
 
 
+def test_a_batch_without_a_slot_for_the_gather_does_not_speak_of_one() -> None:
+    pipeline = Pipeline(stages=4, gather_ahead=True, replicas=2)
+    assert delayed_microbatches(pipeline, 3) == 3
+    (note,) = delayed_notes(pipeline, 3)
+    assert note.startswith("3 of 3 ")
+    assert "(3 for 4 pipeline stages)" in note
+
+
 def test_the_mean_delay_is_the_delayed_share() -> None:
     pipeline = Pipeline(stages=4)
     rule = FRESH_2BW.rule(pipeline, 12)

@@ -74,3 +74,32 @@ def test_every_layout_is_valid(stages: int, options: dict[str, Any]) -> None:
             for drain in (True, False):
                 lists = action_lists(PACI, made_for, counts, drain=drain)
                 validate(lists, schedule=PACI, pipeline=made_for, microbatches=counts)
+
+
+def test_emulated_on_one_stage_the_update_is_complete_where_the_first_backward_needs_it() -> None:
+    """Of four stages the first runs three microbatches ahead: with c = 3 it runs all backwards of
+    batch 2 on version 2, with c = 5 those from microbatch 2 on."""
+    for c, update, counts in ((3, "", []), (5, "C1v2 ", [0, 1])):
+        flags = {"emulate_pipeline_stages": 4, "delayed_microbatches": c}
+        call = call_of(PACI, stages=1, stage=0, batch=2, microbatches=7, flags=flags)
+        old = [f"F2.{i}v1 B2.{i}v1" for i in range(c)]
+        new = [f"F2.{i}v2 B2.{i}v2" for i in range(c, 7)]
+        if counts:
+            old.insert(len(counts), update.strip())
+        end = "L2v3 C2v3" if not counts else "L2v3"
+        assert short(call) == " ".join([*old, *new, end])
+
+
+def test_emulated_stages_have_the_delays_of_real_ones() -> None:
+    for value in ("fewest", 5):
+        flags = {"emulate_pipeline_stages": 4, "delayed_microbatches": value}
+        real = Pipeline(stages=4, flags={"delayed_microbatches": value})
+        emulating = Pipeline(stages=1, flags=flags)
+        assert PACI.least_microbatches(emulating) == PACI.least_microbatches(real) == 3
+        assert PACI.notes(emulating, 7) == PACI.notes(real, 7)
+        seen = PACI.rule(replace(emulating, stages=4), 7)
+        for stage in range(4):
+            assert seen.staleness(stage) == PACI.rule(real, 7).staleness(stage)
+        for counts in ([7] * 4, [7, 7, 9, 9]):
+            lists = action_lists(PACI, emulating, counts)
+            validate(lists, schedule=PACI, pipeline=emulating, microbatches=counts)

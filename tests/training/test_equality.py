@@ -124,7 +124,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 # Four experts, two on each data-parallel rank.
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
 FRESH: dict[str, Any] = {"pipeline_schedule": "fresh-2bw"}
-PACI: dict[str, Any] = {"pipeline_schedule": "paci", "delayed_microbatches": 1}
+PACI: dict[str, Any] = {"pipeline_schedule": "paci"}
 SECOND_BUFFER: dict[str, Any] = {**OVERLAPPED, "second_grad_buffer": True}
 
 CASES = [
@@ -247,7 +247,26 @@ CASES = [
     ),
     Case("fresh-all", _job("pp2", **FRESH, delayed_microbatches="all"), _job("pp2"), rtol=1e-9),
     # On one stage no microbatch is in flight when an update is made.
-    Case("paci", _job("pp1", **PACI), _job("pp1", **FRESH, delayed_microbatches=1), rtol=1e-9),
+    Case(
+        "paci",
+        _job("pp1", **PACI, delayed_microbatches=1),
+        _job("pp1", **FRESH, delayed_microbatches=1),
+        rtol=1e-9,
+    ),
+    # Emulated on one stage it is what real stages train: microbatches drift there.
+    *(
+        Case(
+            f"paci-emulated-{layout}-{model}",
+            _job("pp1", model=model, **PACI, delayed_microbatches=c, emulate_pipeline_stages=p),
+            _job(layout, model=model, **PACI, delayed_microbatches=c),
+            slow=layout != "pp2",
+        )
+        for layout, p, model, c in (
+            ("pp2", 2, "tied", 2),
+            ("pp4", 4, "tied", 3),
+            ("pp4", 4, "untied", 4),
+        )
+    ),
     # Messages that nobody waits for: the same numbers, digit for digit.
     Case("late-messages", _job("pp2", pipeline_extra_warmup=1), _job("pp2"), rtol=1e-9),
     Case(

@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
-from megatron_async.schedules.pipedream import EMULATE_PIPELINE_STAGES
+from megatron_async.schedules.emulation import EMULATE_PIPELINE_STAGES
 
 __all__ = ["RULES"]
 
@@ -21,6 +21,11 @@ _UNEVEN: Final = (
 
 def _uneven(subject: Subject) -> str | None:
     return next((flag for flag in _UNEVEN if subject.get(dest_of(flag))), None)
+
+
+def _drifts(subject: Subject) -> bool:
+    record = subject.config.schedule_record
+    return record is not None and record.drifts
 
 
 def _layers(subject: Subject) -> Any:
@@ -54,6 +59,16 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         name="emulation_undivided",
         warning=True,
+    ),
+    rule(
+        _FLAG,
+        lambda s: (
+            f"under {s.config.schedule} a correction is as strong as its stage's delay asks for, "
+            "which is not emulated"
+        ),
+        "Drop --delay-correction, or use real stages.",
+        when=lambda s: s.emulated is not None and s.config.corrected and _drifts(s),
+        name="emulation_corrected",
     ),
     rule(
         "--pipeline-schedule",

@@ -11,7 +11,7 @@ from typing import Any, Final
 from megatron_async.config.arguments import flags
 from megatron_async.config.validation.rule import Rule, Scope, Subject, dest_of, rule
 from megatron_async.config.validation.schedule import least_microbatches
-from megatron_async.corrections import CORRECTIONS
+from megatron_async.corrections import CORRECTIONS, RECOMMENDED
 from megatron_async.megatron import releases
 from megatron_async.optimizers import OPTIMIZERS
 from megatron_async.registry import Flag, Registry
@@ -97,6 +97,21 @@ RULES: Final[tuple[Rule, ...]] = (
             and _longer_delays(s)
         ),
         name="correction_of_one_step",
+    ),
+    rule(
+        "--delay-correction",
+        lambda s: (
+            f"{s.config.correction} makes {s.get('optimizer')} worse in all that was measured: its "
+            "update is a sign, and where that flips the correction adds two steps to one"
+        ),
+        "Drop it, or use another optimizer.",
+        when=lambda s: (
+            s.config.correction == RECOMMENDED
+            and s.optimizer is not None
+            and s.optimizer.sign_update
+        ),
+        name="correction_of_signs",
+        warning=True,
     ),
     rule(
         "--delay-correction",

@@ -4,6 +4,7 @@ in flight at once, also between iterations."""
 import itertools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_async.config.validation.assertions import step_schedule_problem
@@ -35,12 +36,23 @@ def batch_sizes(subject: Subject) -> list[int]:
         return [int(subject.get("global_batch_size"))]
     start = subject.config.start_iteration
     steps = [step for step in _steps(subject) if step.end > start]
-    if subject.get("load"):
+    if _resumes(subject):
         # Steps that a resumed run has behind it may have run on fewer stages. The last one has no
         # end, so there is always one.
         run = _steps_run(subject)
         steps = [step for step in steps if step in run][-1:] or steps[-1:]
     return [step.size for step in steps]
+
+
+def _resumes(subject: Subject) -> bool:
+    """Whether the run may go on from a checkpoint: --load may name a folder that is still empty.
+
+    Source: ``checkpoint_exists`` in megatron/training/checkpointing.py.
+    """
+    folder = subject.get("load")
+    if not folder or "://" in folder:  # of an object store nothing is known here
+        return bool(folder)
+    return (Path(folder) / "latest_checkpointed_iteration.txt").is_file()
 
 
 def _steps(subject: Subject) -> list[_Step]:
@@ -92,7 +104,7 @@ def _shrinks(subject: Subject) -> str:
 def _uneven(subject: Subject) -> _Step | None:
     """The first step whose batch cannot be cut into microbatches."""
     steps = _steps_run(subject)
-    if subject.get("load"):
+    if _resumes(subject):
         # Steps that a resumed run has behind it may have run on fewer ranks.
         steps = steps[-1:]
     samples = int(subject.get("micro_batch_size")) * subject.replicas
@@ -121,7 +133,8 @@ def _least(subject: Subject) -> int:
 
 
 def _too_few(subject: Subject) -> str:
-    p, m, least = subject.stages, least_microbatches(subject), _least(subject)
+    p, m = subject.emulated or subject.stages, least_microbatches(subject)
+    least = _least(subject)
     samples = int(subject.get("micro_batch_size")) * subject.replicas
     extra = subject.config.extra_warmup
     more = f" with --pipeline-extra-warmup {extra}" if extra else ""
