@@ -72,12 +72,6 @@ _CONFLICTS = (
     _Conflict("--distributed-backend", "NCCL needs GPUs", "use `gloo`", _one_of("gloo")),
     _Conflict("--attention-backend", _TE, "use `unfused`", _one_of("unfused", "auto")),
     _Conflict(
-        "--context-parallel-size",
-        "context parallelism exists only in Transformer Engine",
-        "use 1",
-        _one_of("1"),
-    ),
-    _Conflict(
         "--async-strategy",
         "nvidia-resiliency-ext starts processes that need GPUs",
         "use `mcore`",
@@ -91,7 +85,8 @@ _CONFLICTS = (
     _Conflict("--fp4-param-gather", _TE, "use --bf16"),
     _Conflict("--use-flash-attn", _KERNELS, "drop it"),
     _Conflict("--flash-decode", _KERNELS, "drop it"),
-    _Conflict("--use-precision-aware-optimizer", _TE, "drop it"),
+    _Conflict("--exp-avg-dtype", _TE, "use `bf16`", _none_of("fp8")),
+    _Conflict("--exp-avg-sq-dtype", _TE, "use `bf16`", _none_of("fp8")),
     _Conflict("--use-transformer-engine-op-fuser", _TE, "drop it"),
     _Conflict("--te-precision-config-file", _TE, "drop it"),
     _Conflict("--tp-comm-overlap", _TE, "drop it"),

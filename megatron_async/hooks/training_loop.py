@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from megatron_async.hooks.row import TRAINING, row
+from megatron_async.megatron import releases
 
 __all__ = ["ROWS"]
 
@@ -125,6 +126,22 @@ def _settled(original: Any) -> Any:
     return read_weights
 
 
+def _loss_group(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_attr_wrapped_model(model: Any, attr: str, *args: Any, **kwargs: Any) -> Any:
+        from megatron_async.megatron.data_parallel import with_loss_group
+        from megatron_async.runtime.run import run
+
+        found = original(model, attr, *args, **kwargs)
+        if attr != "pg_collection" or found is None or not run.deferring:
+            return found
+        assert run.engine is not None
+        group = run.engine.loss_group
+        return found if group is None else with_loss_group(found, group)
+
+    return get_attr_wrapped_model
+
+
 def _validate_result(original: Any) -> Any:
     @functools.wraps(original)
     def validate_result(self: Any, *args: Any, fatal: bool = True, **kwargs: Any) -> None:
@@ -172,6 +189,14 @@ ROWS = (
         "evaluate",
         _keep_random_state,
         "training goes on from the random state that it had before an evaluation",
+    ),
+    row(
+        TRAINING,
+        "get_attr_wrapped_model",
+        _loss_group,
+        "train_step averages the loss on the communicator of the data-parallel reductions, and so "
+        "behind the one in flight with --second-grad-buffer",
+        versions=releases.since("0.19"),
     ),
     row(
         "megatron.core.rerun_state_machine:RerunStateMachine",

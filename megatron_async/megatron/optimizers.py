@@ -12,6 +12,7 @@ import torch
 __all__ = [
     "distributed_optimizer_shards",
     "emerging_optimizers",
+    "gradient_attribute",
     "gradients_for_norm",
     "inner_optimizers",
     "keep_loss_scale_on_host",
@@ -66,7 +67,7 @@ def model_parameters(
         if main is not None:
             found[main] = parameter
     known = {id(parameter) for parameter in candidates}
-    for parameter, shard in _fp32_shards(leaf):
+    for parameter, shard in _shards(leaf):
         if shard is not None and id(parameter) in known:
             found[shard] = parameter
     return {
@@ -91,16 +92,36 @@ def main_parameters_of(
     if main is not None:
         found.add(id(main))
     for leaf in leaves:
-        found |= {id(shard) for model, shard in _fp32_shards(leaf) if model is model_parameter}
+        found |= {id(shard) for model, shard in _shards(leaf) if model is model_parameter}
     return found
 
 
-def _fp32_shards(leaf: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
-    """(model parameter, this rank's shard) of what the distributed optimizer steps in place."""
-    groups = zip(
-        getattr(leaf, "model_fp32_groups", []), getattr(leaf, "shard_fp32_groups", []), strict=True
-    )
-    return [pair for models, shards in groups for pair in zip(models, shards, strict=True)]
+def _shards(leaf: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
+    """(model parameter, this rank's shard) of what the distributed optimizer steps in place: shards
+    in fp32, and with the precision-aware optimizer those in 16 bits, whose main parameters are
+    in the torch optimizer's state."""
+    kinds = ["fp32"] if gradient_attribute(leaf) == "grad" else ["fp32", "float16"]
+    return [
+        pair
+        for kind in kinds
+        for models, shards in zip(
+            getattr(leaf, f"model_{kind}_groups", []),
+            getattr(leaf, f"shard_{kind}_groups", []),
+            strict=True,
+        )
+        for pair in zip(models, shards, strict=True)
+    ]
+
+
+def gradient_attribute(optimizer: Any) -> str:
+    """Return the attribute in which the torch optimizers find a parameter's gradient.
+
+    With the precision-aware optimizer it is ``decoupled_grad``: the parameters are the model's, in
+    16 bits, and the gradients of another type.
+    """
+    config = getattr(optimizer, "config", None)
+    decoupled = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+    return "decoupled_grad" if decoupled else "grad"
 
 
 def owns_layer_wise(optimizer: Any) -> bool:

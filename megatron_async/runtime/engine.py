@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_async.config.settings import AsyncConfig
 from megatron_async.corrections.base import DelayCorrection
-from megatron_async.megatron import training
+from megatron_async.megatron import moe, training
 from megatron_async.megatron.optimizers import (
     inner_optimizers,
     keep_loss_scale_on_host,
@@ -38,7 +38,9 @@ from megatron_async.schedules import SCHEDULES
 from megatron_async.schedules.schedule import action_lists
 from megatron_async.schedules.validator import validate
 from megatron_async.update.deferred import DeferredUpdate, UpdateReport, scheduled
-from megatron_async.update.process_groups import gather_ranks
+from megatron_async.update.process_groups import gather_ranks, shared_or_new_groups
+from megatron_async.update.router_biases import RouterBiases
+from megatron_async.weights.batch_buffers import BatchBuffers
 from megatron_async.weights.drifting_stages import DriftingStages
 from megatron_async.weights.emulated_stages import EmulatedStages
 from megatron_async.weights.gradient_buffers import GradientBuffers
@@ -109,6 +111,10 @@ class Engine:
         self.moe: MoEMetrics | None = None
         if args.num_experts is not None:
             self.moe = MoEMetrics(args, batches=max(in_flight, 2))
+        self._router_sums = BatchBuffers(
+            moe.router_sums(self.model_chunk), batches=max(in_flight, 2)
+        )
+        self.router_biases = RouterBiases(self.weights)
         self.gradients = (
             GradientBuffers(self.model_chunk) if self.config.second_grad_buffer else None
         )
@@ -124,11 +130,15 @@ class Engine:
             corrections=self.corrections,
             counters=self.counters,
             moe=self.moe,
+            router_biases=self.router_biases,
             deferred=self._make_deferred(model_config) if self.pipeline.deferred else None,
             synchronous_step=self._synchronous_step,
             gather_ahead=self.pipeline.gather_ahead,
             staleness=lambda count: self.schedule.rule(self.pipeline, count).staleness(self.stage),
         )
+        self.loss_group = self._make_loss_group()
+        """The replicas, where their loss would be averaged behind a reduction in flight; None where
+        it is not."""
         links: Links | None = None
         if self.pipeline.extra_warmup:
             column = parallel_state.get_pipeline_model_parallel_group()
@@ -162,7 +172,8 @@ class Engine:
         model, optimizer, schedule = self.model_chunk, self.optimizer, self.schedule
         if emulated is None:
             kept = schedule.rule(self.pipeline, microbatches).kept(self.stage)
-            return WeightVersions(model, optimizer, count=kept)
+            biases = moe.router_biases(model)
+            return WeightVersions(model, optimizer, count=kept, buffers=biases)
         if not schedule.drifts:
             return EmulatedStages(model, optimizer, stages=emulated)
 
@@ -216,6 +227,15 @@ class Engine:
             timeout_minutes=self.args.distributed_timeout_minutes,
             waiting=run.waiting,
         )
+
+    def _make_loss_group(self) -> Any:
+        if self.gradients is None or self.pipeline.replicas == 1:
+            return None
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        [group] = shared_or_new_groups(
+            [gather_ranks(replicas)], timeout_minutes=self.args.distributed_timeout_minutes
+        )
+        return group
 
     # Training iterations
 
@@ -391,6 +411,7 @@ class Engine:
         """Let what is summed up per batch go to ``batch``."""
         if self.moe is not None:
             self.moe.select(batch)
+        self._router_sums.select(batch)
         if self.gradients is not None:
             self.gradients.select(batch)
 

@@ -383,7 +383,7 @@ class Interpreter:
         self._select(action)
         self.weights.before_backward(action.batch, action.microbatch)
         # The last forward was of another batch, perhaps of another number of microbatches.
-        megatron_pipeline.set_moe_loss_scale(
+        megatron_pipeline.set_auxiliary_loss_scales(
             _only(done.output),
             num_microbatches=done.num_microbatches,
             config=config,

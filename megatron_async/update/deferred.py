@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 
 from megatron_async.megatron.data_parallel import ddp_buffers
 from megatron_async.megatron.optimizers import (
+    gradient_attribute,
     gradients_for_norm,
     inner_optimizers,
     main_parameters_of,
@@ -129,6 +130,7 @@ class DeferredUpdate:
         self._waiting = waiting
         self._optimizer = optimizer
         self._leaves = inner_optimizers(optimizer)
+        self._attribute = gradient_attribute(optimizer)
         self._weights = weights
         self._norm_scope = norm_scope
         self._per_token = calculate_per_token_loss
@@ -230,7 +232,7 @@ class DeferredUpdate:
             message[:_TOKENS] += self._stage_sums(tied=True)
         exchange = self._across.post(message)
         for parameter, _ in gradients:
-            parameter.grad = None
+            self._set_gradient(parameter, None)
         self._pending = _Pending(
             batch=batch,
             iteration=iteration,
@@ -293,7 +295,7 @@ class DeferredUpdate:
 
     def _step(self, pending: _Pending) -> bool:
         for parameter, gradient in pending.gradients:
-            parameter.grad = gradient
+            self._set_gradient(parameter, gradient)
         scheduled = [
             {key: group[key] for key in values} for group, values in pending.hyperparameters
         ]
@@ -306,7 +308,10 @@ class DeferredUpdate:
             for (group, _), values in zip(pending.hyperparameters, scheduled, strict=True):
                 group.update(values)
             for parameter, _ in pending.gradients:
-                parameter.grad = None
+                self._set_gradient(parameter, None)
+
+    def _set_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        setattr(parameter, self._attribute, gradient)
 
     def _take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copy every gradient that lies in an accumulation buffer; the others are ours already."""
@@ -315,7 +320,7 @@ class DeferredUpdate:
         targets: list[torch.Tensor] = []
         for leaf in self._leaves:
             for parameter in leaf.get_parameters():
-                gradient = parameter.grad
+                gradient = getattr(parameter, self._attribute, None)
                 if gradient is None:
                     continue
                 if gradient.untyped_storage().data_ptr() in self._accumulators:
@@ -324,7 +329,8 @@ class DeferredUpdate:
                         copy = self._copies[parameter] = torch.empty_like(gradient)
                     sources.append(gradient)
                     targets.append(copy)
-                    parameter.grad = gradient = copy
+                    gradient = copy
+                    self._set_gradient(parameter, copy)
                 taken.append((parameter, gradient))
         if sources:
             torch._foreach_copy_(targets, sources)
@@ -343,7 +349,7 @@ class DeferredUpdate:
         for i, (parameter, _) in enumerate(gradients):
             if id(parameter) in self._tied_main:
                 gradients[i] = (parameter, whole)
-                parameter.grad = whole
+                self._set_gradient(parameter, whole)
         return [whole]
 
     def _partial_sums(
@@ -391,7 +397,9 @@ class DeferredUpdate:
             gradients = gradients_for_norm(leaf, parameters)
             if not gradients:
                 continue
-            part[0] += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            # In fp32, also of gradients in bf16 (--main-grads-dtype).
+            norms = torch._foreach_norm(gradients, dtype=torch.float32)
+            part[0] += torch.stack(norms).double().square().sum()
             if self._count_zeros:
                 part[1] += sum(g.numel() - torch.count_nonzero(g) for g in gradients)
         for ranks, part in sums.items():
@@ -404,7 +412,7 @@ class DeferredUpdate:
     def _own_squares(self, pending: _Pending) -> float:
         """The stage's own sum of squares, the tied embedding's summed gradient included."""
         for parameter, gradient in pending.gradients:
-            parameter.grad = gradient
+            self._set_gradient(parameter, gradient)
         return float((self._stage_sums(tied=False) + self._stage_sums(tied=True))[0])
 
 

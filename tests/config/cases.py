@@ -84,6 +84,7 @@ def validate(
 
 VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
 MOE = ["--num-experts", "8"]
+MTP = ["--mtp-num-layers", "1"]
 STAGE_NORM = ["--grad-norm-scope", "stage"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 UNDEFERRED = ["--no-deferred-update"]
@@ -211,7 +212,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         )
     },
     "yaml_cfg": (["--yaml-cfg", "config.yaml"], {}),
-    "cpu_context_parallel": (["--cpu", "--context-parallel-size", "2"], {}),
+    "cpu_context_parallel": (
+        ["--cpu", "--context-parallel-size", "2", "--window-size", "8,0"],
+        {},
+    ),
     "undeferrable_schedule": ([*PIPEDREAM, "--deferred-update"], {}),
     "tied_look_ahead": (
         [*PIPEDREAM, "--delay-correction", "weight-prediction"],
@@ -228,6 +232,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "emulation_in_pipeline": ([*PIPEDREAM, *EMULATED], {}),
     "emulation_uneven": (
         [*PIPEDREAM, *ONE_STAGE, *EMULATED, "--decoder-first-pipeline-num-layers", "3"],
+        {},
+    ),
+    "emulation_router_bias": (
+        [*PIPEDREAM, *ONE_STAGE, *EMULATED, *MOE, "--moe-router-enable-expert-bias"],
         {},
     ),
     "emulation_undivided": (
@@ -318,27 +326,26 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--overlap-param-gather-with-optimizer-step"],
         {},
     ),
-    "moe_router_enable_expert_bias": ([*MOE, "--moe-router-enable-expert-bias"], {}),
-    "global_aux_loss": (
-        [*MOE, "--moe-router-load-balancing-type", "aux_loss", "global_aux_loss"],
-        {},
-    ),
-    "quantile_balancing": (
-        [*MOE, "--moe-router-load-balancing-type", "quantile_balancing"],
-        {"moe_router_load_balancing_type": "quantile_balancing"},
-    ),
     "moe_single_grouped_weight": ([*MOE, "--moe-single-grouped-weight"], {}),
     "moe_single_grouped_bias": ([*MOE, "--moe-single-grouped-bias"], {}),
     "moe_paged_stash": ([*MOE, "--moe-paged-stash"], {}),
     "moe_expert_rank_capacity_factor": ([*MOE, "--moe-expert-rank-capacity-factor", "1.2"], {}),
     "moe_enable_routing_replay": ([*MOE, "--moe-enable-routing-replay"], {}),
-    "use_precision_aware_optimizer": (["--use-precision-aware-optimizer"], {}),
+    "use_precision_aware_optimizer": (
+        ["--use-precision-aware-optimizer", "--delay-correction", "error-feedback"],
+        {},
+    ),
     "optimizer_cpu_offload": (["--optimizer-cpu-offload"], {}),
     "qk_clip": (["--qk-clip"], {}),
     "num_distributed_optimizer_instances": (["--num-distributed-optimizer-instances", "2"], {}),
     "grad_norm_skip_threshold": ([], {"grad_norm_skip_threshold": 5.0}),
     "freeze_all_layers": (["--freeze-all-layers"], {}),
-    "mtp_num_layers": (["--mtp-num-layers", "1"], {}),
+    "mtp_before_the_last_stage": (
+        [*MTP, *UNTIED, "--pipeline-model-parallel-layout", "Ett|tt|ttm|ttL"],
+        {},
+    ),
+    "mtp_tied": (MTP, {}),
+    "mtp_hybrid": ([*MTP, *UNTIED, "--hybrid-layer-pattern", "*-*-*-*-"], {}),
     "decoder_num_layers": (["--decoder-num-layers", "4"], {}),
     "decoder_seq_length": (["--decoder-seq-length", "32"], {}),
     "enable_mhc_connections": ([], {"enable_mhc_connections": True}),

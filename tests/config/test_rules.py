@@ -15,7 +15,7 @@ RULES = rules()
 
 def case(parser: argparse.ArgumentParser, rule: Rule) -> argparse.Namespace:
     argv, attributes = CASES[rule.name]
-    size = 8 if rule.name == "cpu_context_parallel" else 4
+    size = 8 if rule.name == "cpu_context_parallel" else 4  # two ranks share a sequence
     args = parse(parser, [*PLAIN, *ASYNC, *argv], world_size=size)
     vars(args).update(attributes)
     return args
@@ -43,6 +43,37 @@ def test_rule_is_the_only_one_to_fire_and_says_which_flag_why_and_what_instead(
     assert len(reason) > 10
     assert remedy.endswith(".")
     assert "\n" not in messages[0]
+
+
+RECIPES = {
+    "fp8": ("delayed", "tensorwise", "mxfp8", "blockwise", "custom"),
+    "fp4": ("nvfp4", "custom"),
+}
+
+
+def test_megatron_has_no_other_recipes() -> None:
+    from megatron.core.enums import Fp4Recipe, Fp8Recipe
+
+    assert {recipe.value for recipe in Fp8Recipe} == set(RECIPES["fp8"])
+    assert {recipe.value for recipe in Fp4Recipe} == set(RECIPES["fp4"])
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_quantized_weights_are_refused_with_the_reason_of_their_recipe(
+    parser: argparse.ArgumentParser, kind: str, parameters: bool
+) -> None:
+    found = set()
+    for recipe in RECIPES[kind]:
+        argv = [f"--{kind}-param-gather"] if parameters else []
+        args = parse(parser, [*PLAIN, *ASYNC, *argv])
+        vars(args)[f"{kind}_recipe"] = recipe
+        vars(args)[kind] = None if parameters else "e4m3"
+        ((message,), _) = problems(args)
+        assert f": with the recipe {recipe}, " in message
+        found.add(message.replace(recipe, ""))
+    # Two scale tensors as a whole, and their parameters are alike.
+    assert len(found) == len(RECIPES[kind]) - (kind == "fp8" and parameters)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_async.config.validation.assertions import step_schedule_problem
-from megatron_async.config.validation.rule import Rule, Subject, dest_of, given, rule
+from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
 from megatron_async.megatron.training import step_batch_sizes
 
 __all__ = ["RULES", "batch_sizes", "least_microbatches", "own_notes", "own_problems"]
@@ -177,15 +177,6 @@ def _equal_batches(subject: Subject) -> bool:
     return record is not None and record.equal_batches and subject.stages > 1
 
 
-def _balancing(kind: str) -> Callable[[Subject], bool]:
-    def applies(subject: Subject) -> bool:
-        given = subject.get("moe_router_load_balancing_type", "none")
-        moe = subject.get("num_experts") is not None
-        return moe and kind in ([given] if isinstance(given, str) else list(given))
-
-    return applies
-
-
 def _no_interleaving(subject: Subject) -> str:
     """Times are in slots, a forward and a backward of one microbatch through a stage."""
     p, v = subject.stages, int(subject.get("virtual_pipeline_model_parallel_size"))
@@ -326,42 +317,6 @@ _WEIGHTS = (
         "Use --bf16.",
     ),
     rule(
-        "--fp8-format",
-        "quantized weights are cached from a batch's first microbatch on, and microbatches of two "
-        "weight versions are in flight",
-        "Use --bf16 alone.",
-        dest="fp8",
-    ),
-    rule(
-        "--fp4-format",
-        "quantized weights are cached from a batch's first microbatch on, and microbatches of two "
-        "weight versions are in flight",
-        "Use --bf16 alone.",
-        dest="fp4",
-    ),
-    *(
-        rule(
-            flag,
-            "parameters kept in a quantized format have no second version",
-            "Use --bf16 alone.",
-        )
-        for flag in ("--fp8-param-gather", "--fp4-param-gather")
-    ),
-    *(
-        rule(
-            flag,
-            "quantized weights are cached from a batch's first microbatch on, and microbatches of "
-            "two weight versions are in flight",
-            "Use --bf16 alone.",
-            when=given(dest_of(flag)),
-        )
-        for flag in (
-            "--te-precision-config-file",
-            "--kitchen-config-file",
-            "--kitchen-recipe-number",
-        )
-    ),
-    rule(
         "--use-megatron-fsdp",
         "sharded parameters are gathered layer by layer, so there is no second version to keep",
         "Use --use-distributed-optimizer.",
@@ -442,27 +397,6 @@ _WEIGHTS = (
         "--overlap-param-gather-with-optimizer-step",
         "the step writes the version that no microbatch runs on, so nothing is gained, and "
         "Megatron's own code for it needs virtual stages",
-    ),
-    rule(
-        "--moe-router-enable-expert-bias",
-        "the bias changes while microbatches of the next batch are in flight, which were routed by "
-        "the old one",
-        "Use --moe-router-load-balancing-type aux_loss.",
-    ),
-    rule(
-        "--moe-router-load-balancing-type",
-        "global_aux_loss counts tokens over a batch, and forwards of two batches alternate",
-        "Use aux_loss or seq_aux_loss.",
-        when=_balancing("global_aux_loss"),
-        name="global_aux_loss",
-    ),
-    rule(
-        "--moe-router-load-balancing-type",
-        "quantile_balancing changes its bias while microbatches of the next batch are in flight, "
-        "which were routed by the old one",
-        "Use aux_loss or seq_aux_loss.",
-        when=_balancing("quantile_balancing"),
-        name="quantile_balancing",
     ),
     *(
         rule(

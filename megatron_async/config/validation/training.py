@@ -3,23 +3,41 @@
 import math
 from typing import Final
 
-from megatron_async.config.validation.rule import Rule, Scope, dest_of, given, hybrid_layers, rule
+from megatron_async.config.validation.rule import (
+    Rule,
+    Scope,
+    Subject,
+    dest_of,
+    given,
+    hybrid_layers,
+    rule,
+)
 
 __all__ = ["RULES"]
 
 _LAYERS: Final = frozenset("*-EM")
 """Attention, MLP, MoE; Mamba is warned of."""
 
+
+def _predicts_early(subject: Subject) -> bool:
+    layout = subject.get("pipeline_model_parallel_layout")
+    before_the_last = layout.rpartition("|")[0] if isinstance(layout, str) else ""
+    return bool(subject.get("mtp_num_layers")) and (
+        "m" in before_the_last or bool(subject.get("mtp_standalone"))
+    )
+
+
 _OPTIMIZER = (
     rule(
         "--use-precision-aware-optimizer",
-        "it keeps the main parameters inside of a fused kernel over the model's weights, of which "
-        "there are two versions",
+        "the main parameters, which a delay correction changes, are inside of the fused optimizer, "
+        "which would overwrite the change",
+        "Drop it, or drop --delay-correction.",
+        when=lambda s: bool(s.get("use_precision_aware_optimizer")) and s.config.corrected,
     ),
     rule(
         "--optimizer-cpu-offload",
-        "it rests on the precision-aware optimizer, whose main parameters follow one weight "
-        "version",
+        "copies of parameters and gradients on the host follow one weight version",
     ),
     rule(
         "--qk-clip",
@@ -82,8 +100,26 @@ _OPTIMIZER = (
 _MODELS = (
     rule(
         "--mtp-num-layers",
-        "the multi-token prediction loss and its share of the embedding gradient are not handled",
-        "Train without it.",
+        "layers that predict further tokens, on a stage before the last, make it one more stage "
+        "with a copy of the word embedding, and one that sends further outputs",
+        "Let --pipeline-model-parallel-layout have them (m) on the last stage.",
+        when=_predicts_early,
+        name="mtp_before_the_last_stage",
+    ),
+    rule(
+        "--mtp-num-layers",
+        "with tied embeddings Megatron gives the last of several stages an output layer that it "
+        "never uses, cannot save in the format torch_dist, and never reduces",
+        "Add --untie-embeddings-and-output-weights.",
+        when=lambda s: bool(s.get("mtp_num_layers")) and s.tied and s.stages > 1,
+        name="mtp_tied",
+    ),
+    rule(
+        "--mtp-num-layers",
+        "hybrid models with multi-token prediction are not tested",
+        "Leave out what --hybrid-layer-pattern has behind /.",
+        when=lambda s: bool(s.get("mtp_num_layers")) and bool(s.get("hybrid_layer_pattern")),
+        name="mtp_hybrid",
     ),
     *(
         rule(
