@@ -100,6 +100,7 @@ def test_megatrons_own_checks_leave_what_the_rules_read(parser: argparse.Argumen
         ("lion", "lion_beta1", "--lion-beta1"),
         ("adan", "adan_beta1", "--adan-beta1"),
         ("mars", "mars_beta1", "--mars-beta1"),
+        ("nadamw", "nadamw_beta1", "--nadamw-beta1"),
     ],
 )
 @pytest.mark.parametrize("adaptive_muon_runs", [True], indirect=True)
