@@ -3,14 +3,15 @@
 import functools
 from typing import Any
 
-from megatron_async.hooks.row import row
+from megatron_async.hooks.row import hook, row
 
-__all__ = ["ROWS"]
+__all__ = ["ROWS", "checked", "with_flags"]
 
 _ARGUMENTS = "megatron.training.arguments"
 
 
-def _add_arguments(original: Any) -> Any:
+@hook
+def with_flags(original: Any) -> Any:
     from megatron_async.config.arguments import add_arguments, mend_help
     from megatron_async.optimizers import add_optimizer_arguments
 
@@ -21,16 +22,22 @@ def _add_arguments(original: Any) -> Any:
     return add_megatron_arguments
 
 
-def _validate(original: Any) -> Any:
+@hook
+def checked(original: Any) -> Any:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         from megatron_async.config.settings import AsyncConfig
-        from megatron_async.config.startup import check_arguments, check_parsed
+        from megatron_async.config.startup import check_arguments, check_parsed, flags_used
         from megatron_async.runtime.run import run
 
         check_parsed(args)
         result = original(args, *rest, **kwargs)
         check_arguments(args)
+        if flags_used(args):
+            # Where Megatron's source calls the hooks, nobody else may have looked.
+            from megatron_async import hooks
+
+            hooks.check_source()
         if AsyncConfig.from_args(args).log_bubble:
             from megatron_async.runtime.counters.bubble import BubbleLog
 
@@ -41,11 +48,11 @@ def _validate(original: Any) -> Any:
 
 
 ROWS = (
-    row(_ARGUMENTS, "add_megatron_arguments", _add_arguments, "the flags of this package"),
+    row(_ARGUMENTS, "add_megatron_arguments", with_flags, "the flags of this package"),
     row(
         _ARGUMENTS,
         "validate_args",
-        _validate,
+        checked,
         "the checks on the flags, before anything is built",
     ),
 )

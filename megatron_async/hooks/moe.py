@@ -3,14 +3,15 @@
 import functools
 from typing import Any
 
-from megatron_async.hooks.row import row
+from megatron_async.hooks.row import hook, row
 
-__all__ = ["ROWS"]
+__all__ = ["ROWS", "reported", "synced"]
 
 _TRACKER = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
 
 
-def _report(original: Any) -> Any:
+@hook
+def reported(original: Any) -> Any:
     @functools.wraps(original)
     def report(self: Any, loss_scale: float, *args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -24,7 +25,8 @@ def _report(original: Any) -> Any:
     return report
 
 
-def _sync(original: Any) -> Any:
+@hook
+def synced(original: Any) -> Any:
     @functools.wraps(original)
     def sync_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -38,13 +40,13 @@ ROWS = (
     row(
         _TRACKER,
         "report",
-        _report,
+        reported,
         "the metrics of the last completed batch, as soon as there is one",
     ),
     row(
         _TRACKER,
         "_sync_metrics",
-        _sync,
+        synced,
         "an all-reduce over the stages in every iteration; the sums travel with the update",
     ),
 )

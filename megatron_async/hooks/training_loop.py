@@ -4,12 +4,22 @@ import functools
 import time
 from typing import Any
 
-from megatron_async.hooks.row import TRAINING, row
+from megatron_async.hooks.row import TRAINING, hook, row
 
-__all__ = ["ROWS"]
+__all__ = [
+    "ROWS",
+    "decide_exit",
+    "elapsed_without_barrier",
+    "finalize_async_save",
+    "keep_random_state",
+    "own_value_if_deferring",
+    "settled",
+    "validate_result",
+]
 
 
-def _own_value_if_deferring(original: Any) -> Any:
+@hook
+def own_value_if_deferring(original: Any) -> Any:
     @functools.wraps(original)
     def reduce_across_model_parallel_group(value: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -19,7 +29,8 @@ def _own_value_if_deferring(original: Any) -> Any:
     return reduce_across_model_parallel_group
 
 
-def _elapsed_without_barrier(original: Any) -> Any:
+@hook
+def elapsed_without_barrier(original: Any) -> Any:
     @functools.wraps(original)
     def elapsed(self: Any, reset: bool = True, barrier: bool = False) -> Any:
         import torch
@@ -42,7 +53,8 @@ def _elapsed_without_barrier(original: Any) -> Any:
     return elapsed
 
 
-def _decide_exit(original: Any) -> Any:
+@hook
+def decide_exit(original: Any) -> Any:
     @functools.wraps(original)
     def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
@@ -70,7 +82,8 @@ def _decide_exit(original: Any) -> Any:
     return checkpoint_and_decide_exit
 
 
-def _finalize_async_save(original: Any) -> Any:
+@hook
+def finalize_async_save(original: Any) -> Any:
     @functools.wraps(original)
     def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> Any:
         from megatron_async.runtime.run import run
@@ -91,7 +104,8 @@ def _finalize_async_save(original: Any) -> Any:
     return maybe_finalize_async_save
 
 
-def _keep_random_state(original: Any) -> Any:
+@hook
+def keep_random_state(original: Any) -> Any:
     @functools.wraps(original)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -113,7 +127,8 @@ def _keep_random_state(original: Any) -> Any:
     return evaluate
 
 
-def _settled(original: Any) -> Any:
+@hook
+def settled(original: Any) -> Any:
     @functools.wraps(original)
     def read_weights(*args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -125,7 +140,8 @@ def _settled(original: Any) -> Any:
     return read_weights
 
 
-def _validate_result(original: Any) -> Any:
+@hook
+def validate_result(original: Any) -> Any:
     @functools.wraps(original)
     def validate_result(self: Any, *args: Any, fatal: bool = True, **kwargs: Any) -> None:
         from megatron_async.runtime.run import run
@@ -140,50 +156,50 @@ ROWS = (
     row(
         TRAINING,
         "logical_and_across_model_parallel_group",
-        _own_value_if_deferring,
+        own_value_if_deferring,
         "waits for all stages; the success of a deferred update is the same on all of them",
     ),
     row(
         TRAINING,
         "reduce_max_stat_across_model_parallel_group",
-        _own_value_if_deferring,
+        own_value_if_deferring,
         "waits for all stages; every stage knows the gradient norm and the learning rate",
     ),
     row(
         "megatron.core.timers:Timer",
         "elapsed",
-        _elapsed_without_barrier,
+        elapsed_without_barrier,
         "a barrier over all ranks at every log line",
     ),
     row(
         TRAINING,
         "checkpoint_and_decide_exit",
-        _decide_exit,
+        decide_exit,
         "collectives over all ranks with --exit-signal-handler and --exit-duration-in-mins",
     ),
     row(
         TRAINING,
         "maybe_finalize_async_save",
-        _finalize_async_save,
+        finalize_async_save,
         "a collective over all ranks while an asynchronous save is under way",
     ),
     row(
         TRAINING,
         "evaluate",
-        _keep_random_state,
+        keep_random_state,
         "training goes on from the random state that it had before an evaluation",
     ),
     row(
         "megatron.core.rerun_state_machine:RerunStateMachine",
         "validate_result",
-        _validate_result,
+        validate_result,
         "waits for the device in the loss of each microbatch; a loss that is no number makes a "
         "gradient norm that is none, which ends the run before the update is published",
     ),
     row(
         TRAINING,
         "calc_params_l2_norm",
-        _settled,
+        settled,
         "it sums over the weights that the iteration made, on every stage",
     ),
 )
