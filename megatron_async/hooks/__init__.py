@@ -31,7 +31,7 @@ from megatron_async.megatron import dataset_helpers, releases
 from megatron_async.megatron.replaced import Replacement, apply, is_for, is_replaced, resolve
 from megatron_async.megatron.training import arguments_are_parsed
 
-__all__ = ["HOOKS", "check_source", "install", "installed"]
+__all__ = ["HOOKS", "check_source", "in_source", "install", "installed"]
 
 HOOKS: tuple[Replacement, ...] = (
     *arguments.ROWS,
@@ -44,6 +44,16 @@ HOOKS: tuple[Replacement, ...] = (
     *checkpoints.ROWS,
     *datasets.ROWS,
 )
+
+
+_replaced: list[Replacement] = []
+"""What :func:`install` has replaced in this process."""
+
+
+def in_source() -> bool:
+    """Whether the source of the Megatron that this process imports calls the hooks. Imports it."""
+    resolve(HOOKS[0].target)
+    return installed() and not _replaced
 
 
 def installed() -> bool:
@@ -61,15 +71,12 @@ def install() -> None:
             has parsed its arguments; or megatron-core is of a release that was not tested; or its
             source calls some of the hooks and lacks others.
     """
-    if installed():
-        check_source()
+    if _replaced:
         return
     version = releases.current()
-    if releases.is_supported(version):
-        resolve(HOOKS[0].target)
-        if installed():
-            check_source()
-            return
+    if releases.is_supported(version) and in_source():
+        check_source()
+        return
     _refuse_if_too_late()
     if not releases.is_supported(version):
         raise RuntimeError(
@@ -78,7 +85,7 @@ def install() -> None:
             f"{releases.VERSIONS}."
         )
     dataset_helpers.provide()
-    apply(HOOKS, version, once=True)
+    _replaced.extend(apply(HOOKS, version, once=True))
 
 
 def check_source() -> None:

@@ -1,6 +1,7 @@
 """Megatron's command line: our flags beside its own, and the checks on all of them."""
 
 import functools
+import sys
 from typing import Any
 
 from megatron_async.hooks.row import hook, row
@@ -12,11 +13,14 @@ _ARGUMENTS = "megatron.training.arguments"
 
 @hook
 def with_flags(original: Any) -> Any:
-    from megatron_async.config.arguments import add_arguments, mend_help
-    from megatron_async.optimizers import add_optimizer_arguments
-
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
+        from megatron_async.config.arguments import add_arguments, mend_help
+        from megatron_async.config.startup import check_command_line, flags_in
+        from megatron_async.optimizers import add_optimizer_arguments
+
+        if flags_in(sys.argv[1:]):
+            check_command_line(sys.argv[1:])
         return mend_help(add_optimizer_arguments(add_arguments(original(parser))))
 
     return add_megatron_arguments
@@ -35,9 +39,14 @@ def checked(original: Any) -> Any:
         check_arguments(args)
         if flags_used(args):
             # Where Megatron's source calls the hooks, nobody else may have looked.
-            from megatron_async import hooks
+            from megatron_async import cpu_backend, hooks
 
             hooks.check_source()
+            if args.cpu and not cpu_backend.installed():
+                raise SystemExit(
+                    "megatron_async: --cpu is read by the launcher, ahead of Megatron: put -m "
+                    "megatron_async ahead of the script."
+                )
         if AsyncConfig.from_args(args).log_bubble:
             from megatron_async.runtime.counters.bubble import BubbleLog
 
