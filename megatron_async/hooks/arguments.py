@@ -30,7 +30,7 @@ def with_flags(original: Any) -> Any:
 def checked(original: Any) -> Any:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        from megatron_async import cpu_backend, hooks
+        from megatron_async import hooks
         from megatron_async.config.settings import AsyncConfig
         from megatron_async.config.startup import check_arguments, check_parsed, flags_used
         from megatron_async.runtime.run import run
@@ -39,6 +39,8 @@ def checked(original: Any) -> Any:
         result = original(args, *rest, **kwargs)
         check_arguments(args)
         if flags_used(args) and hooks.in_source():
+            from megatron_async import cpu_backend
+
             # Nobody may have looked: no launcher is needed there.
             hooks.check_source()
             if args.cpu and not cpu_backend.installed():
