@@ -10,7 +10,6 @@ behind the imports. Nothing is written but the patch. See patches/README.md.
 
 import argparse
 import ast
-import difflib
 import hashlib
 import runpy
 import sys
@@ -26,6 +25,8 @@ from megatron_async.megatron import releases  # noqa: E402
 from megatron_async.megatron.replaced import Replacement, is_for  # noqa: E402
 
 COMMENT = "# The package megatron_async: asynchronous pipeline schedules."
+CONTEXT = 3
+"""Lines around each change."""
 IMPORT = "from megatron_async import hooks as async_hooks"
 
 
@@ -165,12 +166,34 @@ def difference(source: Source, added: dict[int, list[str]]) -> str:
         added: lines by the number of the line that they follow.
     """
     before = source.text.splitlines(keepends=True)
-    after = list(before)
-    for line in sorted(added, reverse=True):
-        after[line:line] = added[line]
-    a, b = f"a/{source.name}", f"b/{source.name}"
-    head = f"diff --git {a} {b}\nindex {_blob(before)}..{_blob(after)} 100644\n"
-    return head + "".join(difflib.unified_diff(before, after, a, b))
+    points = sorted(added)
+    # Lines that are no more than twice the context apart share a hunk.
+    groups: list[list[int]] = []
+    for point in points:
+        if groups and point - groups[-1][-1] <= 2 * CONTEXT:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    after: list[str] = []
+    for number, line in enumerate(before):
+        after += [*added.get(number, []), line]
+    name = source.name
+    text = [
+        f"diff --git a/{name} b/{name}\n",
+        f"index {_blob(before)}..{_blob(after)} 100644\n",
+        f"--- a/{name}\n+++ b/{name}\n",
+    ]
+    shift = 0
+    for group in groups:
+        start, end = max(group[0] - CONTEXT, 0), min(group[-1] + CONTEXT, len(before))
+        new = sum(len(added[point]) for point in group)
+        length = end - start
+        text.append(f"@@ -{start + 1},{length} +{start + 1 + shift},{length + new} @@\n")
+        for number in range(start, end):
+            text += [f"+{line}" for line in added.get(number, [])]
+            text.append(f" {before[number]}")
+        shift += new
+    return "".join(text)
 
 
 def _blob(lines: list[str]) -> str:
