@@ -63,6 +63,7 @@ def test_a_patch_calls_what_the_table_has_for_its_release(release: str) -> None:
     assert sorted(found) == sorted(wanted)
 
 
+@pytest.mark.core
 def test_the_patch_is_what_the_script_makes(site_packages: Path, patch: Path) -> None:
     """Of the table and the installed release; but for which one of its series it was made of."""
     script = str(REPOSITORY / "scripts" / "make_patch.py")
@@ -106,6 +107,7 @@ def _train(directory: Path, prelude: str, env: Mapping[str, str]) -> Sequence[Re
     return records
 
 
+@pytest.mark.core
 def test_it_trains_as_with_hooks(tmp_path: Path, patched: Mapping[str, str]) -> None:
     """To the last digit; without a flag of the package as the unpatched release."""
     unpatched = _train(tmp_path / "unpatched", "", {})
