@@ -149,3 +149,11 @@ def test_core_tests_with_hooks_off(patched: Mapping[str, str]) -> None:
         command, cwd=REPOSITORY, env={**environment(), **patched}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.slow
+def test_the_doctor_says_so(patched: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "megatron_async.tools.cli", "doctor"]
+    env = {**environment(), **patched}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert "attributes found; called by Megatron's source, which was patched" in done.stdout
