@@ -4,10 +4,10 @@ import functools
 import inspect
 from typing import Any
 
-from megatron_async.hooks.row import row
+from megatron_async.hooks.row import hook, row
 from megatron_async.megatron import releases
 
-__all__ = ["ROWS"]
+__all__ = ["ROWS", "reported", "synced", "update_router_biases"]
 
 _TRACKER = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -26,7 +26,8 @@ class _EarlierIteration:
         self._run.log({**values, **numbers}, self._running)
 
 
-def _report(original: Any) -> Any:
+@hook
+def reported(original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -51,7 +52,8 @@ def _report(original: Any) -> Any:
     return report
 
 
-def _sync(original: Any) -> Any:
+@hook
+def synced(original: Any) -> Any:
     @functools.wraps(original)
     def sync_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -61,7 +63,8 @@ def _sync(original: Any) -> Any:
     return sync_metrics
 
 
-def _biases(original: Any) -> Any:
+@hook
+def update_router_biases(original: Any) -> Any:
     @functools.wraps(original)
     def update_router_bias(*args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -79,25 +82,25 @@ ROWS = (
     row(
         _TRACKER,
         "report",
-        _report,
+        reported,
         "the metrics of the last completed batch, as soon as there is one",
     ),
     row(
         _TRACKER,
         "_sync_metrics",
-        _sync,
+        synced,
         "an all-reduce over the stages in every iteration; the sums travel with the update",
     ),
     row(
         _FINALIZE,
         "_update_router_expert_bias",
-        _biases,
+        update_router_biases,
         "the biases that a batch makes are those of the version that its update makes",
     ),
     row(
         _FINALIZE,
         "_update_router_qb_beta",
-        _biases,
+        update_router_biases,
         "the biases that a batch makes are those of the version that its update makes",
         versions=releases.since("0.19"),
     ),

@@ -59,10 +59,10 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[MoEMetrics]:
 
 def test_scalars_stand_at_the_iteration_that_they_are_of(metrics: MoEMetrics) -> None:
     tracker = moe_logging.MoEMetricsTracker
-    report = hooks._report(tracker.report)
+    report = hooks.reported(tracker.report)
     tracker_sync, tracker._sync_metrics = (
         tracker._sync_metrics,
-        hooks._sync(tracker._sync_metrics),
+        hooks.synced(tracker._sync_metrics),
     )
     tensorboard, wandb = Writer(), Writer()
     totals: dict[str, Any] = {}
