@@ -5,6 +5,7 @@ after the launcher's hooks are in place and before training starts. The settings
 environment variable BENCHMARK_SETTINGS; each rank writes what it measured to OUTPUT/rank<N>.json.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 
 from megatron_async import schedules
+from support.jobs import SKIPPED
 from support.late_messages import Table, delay_messages
 from support.misplaced import misplaced_schedule
 from support.record import Record, stretched
+from support.saved_tensors import SavedTensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,8 @@ class Settings:
     """Keep each rank, with all its threads, on a core of its own."""
     count_memory: bool = False
     """Count the tensors that are alive after the last iteration."""
+    count_activations: bool = False
+    """Find the most bytes that autograd keeps, from the measured iterations on."""
 
 
 def main() -> None:
@@ -69,7 +74,8 @@ def main() -> None:
                 seconds=settings.latency_seconds,
             )
         )
-    _mark_iterations(settings, record)
+    saved = SavedTensors()
+    _mark_iterations(settings, record, saved)
     _time_step(record)
     if not settings.update:
         _leave_out_updates()
@@ -77,9 +83,12 @@ def main() -> None:
 
     from megatron_async.scripts.pretrain_gpt import main as train
 
+    counting = saved.counting() if settings.count_activations else contextlib.nullcontext()
     try:
-        train()
+        with counting:
+            train()
     finally:
+        record.saved_bytes = saved.peak
         record.write(settings.output, rank=int(os.environ.get("RANK", "0")))
 
 
@@ -180,13 +189,18 @@ def _delay_collectives(settings: Settings, record: Record) -> None:
     late("start_param_sync", "param_gather_handle")
 
 
-def _mark_iterations(settings: Settings, record: Record) -> None:
+def _mark_iterations(settings: Settings, record: Record, saved: SavedTensors) -> None:
     from megatron.training import get_args, training
 
     original = training.train_step
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
+        if settings.count_activations:
+            # In a few iterations every version of the weights was in the parameters once.
+            saved.exclude(each for chunk in args[2] for each in chunk.parameters())
+            if len(record.ends) == SKIPPED:
+                saved.restart()
         result = original(*args, **kwargs)
         if settings.synchronize:
             torch.cuda.synchronize()

@@ -28,6 +28,8 @@ class Record:
     """Data-parallel collectives that were delayed."""
     tensor_bytes: int = 0
     """Of all tensors alive at the end, each storage counted once."""
+    saved_bytes: int = 0
+    """That autograd keeps for backwards at the peak, without weights."""
     peak_bytes: int = 0
     """The device allocator's peak, or the process's peak resident size on a CPU rank."""
 

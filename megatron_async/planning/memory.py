@@ -166,6 +166,8 @@ class Storage:
     correction_buffers: int = 0
     """Buffers of the delay correction."""
     second_grad_buffer: bool = False
+    grad_reduce_in_bf16: bool = False
+    """Gradients are accumulated and reduced in bf16 (`--grad-reduce-in-bf16`)."""
     recompute: bool = False
     """Full recompute: only each layer's input is kept."""
     fused_attention: bool = True
@@ -220,6 +222,7 @@ def stage_memory(
     """
     count = count_parameters(shape, layout, stage)
     precision = 2 if storage.bf16 else 4
+    grad_bytes = 2 if storage.grad_reduce_in_bf16 else 4
     state_bytes = OPTIMIZERS[storage.optimizer].state_bytes
     if state_bytes is None:
         raise ValueError(f"the state of {storage.optimizer} is not known")
@@ -238,13 +241,15 @@ def stage_memory(
     copies = deferred and not storage.second_grad_buffer
     return StageMemory(
         weights=precision * count.total,
-        gradients=4 * count.total,
+        gradients=grad_bytes * count.total,
         main_parameters=sharded(4 * count.total) if storage.bf16 else 0,
         optimizer_state=sharded(of_matrices * count.matrices + of_others * count.others),
         second_version=precision * storage.other_versions * count.total if asynchronous else 0,
         gradient_copy=sharded(4 * count.total) if copies else 0,
         correction=sharded(4 * storage.correction_buffers * count.total) if asynchronous else 0,
-        second_grad_buffer=4 * count.total if deferred and storage.second_grad_buffer else 0,
+        second_grad_buffer=grad_bytes * count.total
+        if deferred and storage.second_grad_buffer
+        else 0,
         activations=_activations(
             shape,
             layout,
@@ -295,11 +300,14 @@ def peak_in_flight(actions: Sequence[Action]) -> float:
     """Return how many microbatches a stage keeps activations of at the peak, in units of the whole
     stage (a microbatch of one of v model chunks counts 1 / v)."""
     chunks = 1 + max((action.chunk for action in actions), default=0)
+    split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
+    # What the weights' gradients need is kept until they are made.
+    frees = Kind.BACKWARD_WEIGHT if split else Kind.BACKWARD
     now = peak = 0
     for action in actions:
         if action.kind is Kind.FORWARD:
             now += 1
             peak = max(peak, now)
-        elif action.kind is Kind.BACKWARD:
+        elif action.kind is frees:
             now -= 1
     return peak / chunks

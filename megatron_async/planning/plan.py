@@ -11,6 +11,8 @@ from typing import TextIO
 from megatron_async.corrections import CORRECTIONS, RECOMMENDED
 from megatron_async.corrections.correction import ADAPTIVE_STRENGTH
 from megatron_async.optimizers import OPTIMIZERS
+from megatron_async.planning import search_command
+from megatron_async.planning.built import built_parameters
 from megatron_async.planning.candidates import (
     Candidate,
     add_schedule_flags,
@@ -22,15 +24,19 @@ from megatron_async.planning.memory import (
     ModelShape,
     StageMemory,
     Storage,
+    count_parameters,
     peak_in_flight,
     stage_memory,
 )
+from megatron_async.planning.model_flags import add_model_flags, shape_of
+from megatron_async.planning.tables import print_table
+from megatron_async.planning.times import forward_flops
 from megatron_async.schedules import RECOMMENDED as RECOMMENDED_SCHEDULE
 from megatron_async.schedules.one_f_one_b import ONE_F_ONE_B
-from megatron_async.schedules.schedule import Pipeline
+from megatron_async.schedules.schedule import Pipeline, VersionRule
 from megatron_async.schedules.simulator import Costs, simulate
 
-__all__ = ["Prediction", "forward_flops", "main", "predict"]
+__all__ = ["Prediction", "main", "predict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,8 @@ class Prediction:
     """Per stage, microbatches kept at the peak."""
     versions: tuple[int, ...] = ()
     """Per stage, weight versions kept."""
+    delay: float = 0.0
+    """Of a gradient in updates, mean over stages and microbatches."""
 
     @property
     def schedule(self) -> str:
@@ -77,33 +85,27 @@ def predict(
         idle=sum(run.idle_shares) / pipeline.stages,
         in_flight=tuple(peak_in_flight(actions) for actions in lists),
         versions=tuple(rule.kept(stage) for stage in range(pipeline.stages)),
+        delay=_mean_delay(rule, microbatches, pipeline.stages),
     )
 
 
-def forward_flops(shape: ModelShape, layout: Layout, stage: int, micro_batch_size: int) -> float:
-    """Return the floating-point operations of one microbatch's forward on one rank of a stage.
-
-    Counted: 2 for each weight of a matrix product and token, and causal attention at half of the
-    full score matrix, as Megatron's throughput figure does.
-    """
-    hidden = shape.hidden_size
-    mlp = hidden * shape.ffn * (3 if shape.gated else 2)
-    if shape.experts is not None:
-        mlp = mlp * shape.experts_per_token + hidden * shape.experts
-    attention = hidden * (2 * shape.query_width + 2 * shape.kv_width)
-    scores = shape.seq_length * shape.query_width
-    per_token = layout.layers_per_stage[stage] * 2.0 * (attention + mlp + scores)
-    if stage == layout.stages - 1:
-        per_token += 2.0 * hidden * shape.vocab_size
-    return shape.seq_length * micro_batch_size * per_token / layout.tensor_parallel
+def _mean_delay(rule: VersionRule, microbatches: int, stages: int) -> float:
+    # The first batches run on weights that are less old; with PipeDream the first p do.
+    settled = 2 * stages + 2
+    return sum(rule.mean_delay(settled, microbatches, s) for s in range(stages)) / stages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code; wrong arguments leave through argparse."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "--search" in argv:
+        return search_command.main([each for each in argv if each != "--search"])
     parser = _parser()
     args = parser.parse_args(argv)
     try:
         shape, layout = _model(args)
+        if args.check and shape is None:
+            raise ValueError("--check needs the model: --layers, --hidden-size and --heads")
         costs, unit = _costs(args, shape, layout)
         costs.per_stage(args.stages)
         predictions = [
@@ -130,7 +132,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nFor the memory, give --layers, --hidden-size and --heads.")
     if args.csv:
         _write_csv(args.csv, predictions, memory)
+    if args.check and shape is not None and layout is not None:
+        return _check(shape, layout)
     return 0
+
+
+def _check(shape: ModelShape, layout: Layout) -> int:
+    """Compare the counted parameters with those of the model that Megatron builds."""
+    try:
+        [built] = built_parameters([(shape, layout)])
+    except RuntimeError as error:
+        print(f"\n--check: {error}", file=sys.stderr)
+        return 1
+    rows = [["parameters of one rank", "counted", "built by Megatron"]]
+    wrong = False
+    for stage, there in enumerate(built):
+        counted = count_parameters(shape, layout, stage).total
+        wrong |= counted != there
+        rows.append([f"stage {stage}", f"{counted:,}", f"{there:,}"])
+    print()
+    print_table(rows)
+    print("They differ: please report it." if wrong else "They are equal.")
+    return int(wrong)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,7 +161,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-async plan",
         description="Predict time per iteration and memory per stage of Megatron's synchronous "
         "schedules and of the asynchronous ones, by simulating their action lists. Nothing is "
-        "trained.",
+        "trained. With --search it lists the fastest layouts on a number of GPUs; --search "
+        "--help has its flags.",
     )
     parser.add_argument(
         *("--pipeline-model-parallel-size", "--stages"),
@@ -181,44 +205,9 @@ def _parser() -> argparse.ArgumentParser:
         help="compute the times from the model's shape and this rate per device (10^12 floating-"
         "point operations a second that training really reaches, not the peak of the data sheet)",
     )
-    model = parser.add_argument_group("model", "Megatron's flags of the same meaning.")
-    model.add_argument("--num-layers", "--layers", dest="layers", type=int, help="of the model")
+    model = add_model_flags(parser)
     model.add_argument(
         "--layers-per-stage", type=int, nargs="+", metavar="N", help="an uneven split"
-    )
-    model.add_argument("--hidden-size", type=int, help="transformer width")
-    model.add_argument(
-        "--num-attention-heads", "--heads", dest="heads", type=int, help="attention heads"
-    )
-    model.add_argument(
-        *("--num-query-groups", "--query-groups"),
-        dest="query_groups",
-        type=int,
-        help="key and value heads (default: as many as attention heads)",
-    )
-    model.add_argument("--kv-channels", type=int, help="width of a head (default: hidden / heads)")
-    model.add_argument("--ffn-hidden-size", type=int, help="as Megatron has it by default")
-    model.add_argument("--swiglu", action="store_true", help="gated MLP: a third matrix")
-    model.add_argument("--disable-bias-linear", action="store_true", help="no biases")
-    model.add_argument("--rms-norm", action="store_true", help="--normalization RMSNorm")
-    model.add_argument("--rotary", action="store_true", help="no learned position embeddings")
-    model.add_argument(
-        *("--untie-embeddings-and-output-weights", "--untied"),
-        dest="untied",
-        action="store_true",
-        help="output layer with its own weight",
-    )
-    model.add_argument("--vocab-size", type=int, default=50304, help="after padding")
-    model.add_argument("--seq-length", type=int, default=2048, help="tokens (default 2048)")
-    model.add_argument(
-        "--num-experts", "--experts", dest="experts", type=int, help="of each MoE layer"
-    )
-    model.add_argument(
-        *("--moe-router-topk", "--experts-per-token"),
-        dest="experts_per_token",
-        type=int,
-        default=2,
-        help="experts per token (default 2)",
     )
     run = parser.add_argument_group("training")
     run.add_argument("--micro-batch-size", type=int, default=1, help="sequences (default 1)")
@@ -266,9 +255,15 @@ def _parser() -> argparse.ArgumentParser:
         "--delay-correction-adaptive-strength", action="store_true", help="one more buffer"
     )
     run.add_argument("--second-grad-buffer", action="store_true", help="one more set of gradients")
+    run.add_argument("--grad-reduce-in-bf16", action="store_true", help="gradients in bf16")
     add_schedule_flags(run)
     run.add_argument(
         "--overlap-param-gather", action="store_true", help="gather new versions under computation"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="build each stage with Megatron, on the meta device, and compare the parameters",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table as CSV")
     return parser
@@ -293,23 +288,7 @@ def _model(args: argparse.Namespace) -> tuple[ModelShape | None, Layout | None]:
                 "give --layers-per-stage"
             )
         per_stage = [args.layers // args.stages] * args.stages
-    shape = ModelShape(
-        layers=args.layers,
-        hidden_size=args.hidden_size,
-        attention_heads=args.heads,
-        vocab_size=args.vocab_size,
-        seq_length=args.seq_length,
-        query_groups=args.query_groups,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
-        gated=args.swiglu,
-        bias=not args.disable_bias_linear,
-        rms_norm=args.rms_norm,
-        learned_positions=not args.rotary,
-        tied=not args.untied,
-        experts=args.experts,
-        experts_per_token=args.experts_per_token,
-    )
+    shape = shape_of(args)
     layout = Layout(
         stages=args.stages,
         layers_per_stage=per_stage,
@@ -374,12 +353,12 @@ def _print_times(
         + ("" if unit else " (in units of a forward; give --forward-ms or --tflops)"),
         file=out,
     )
-    rows = [["schedule", f"iteration{unit and ' (ms)'}", "of ideal", "idle", "in flight"]]
+    rows = [["schedule", f"iteration{unit and ' (ms)'}", "of ideal", "idle", "delay", "in flight"]]
     problems = []
     for prediction in predictions:
         title = prediction.candidate.title
         if prediction.problem:
-            rows.append([title, "-", "-", "-", "-"])
+            rows.append([title, *"-----"])
             problems.append(f"{title}: {prediction.problem}")
             continue
         rows.append(
@@ -388,11 +367,12 @@ def _print_times(
                 f"{prediction.time:.4g}" if prediction.time < 1000 else f"{prediction.time:.0f}",
                 f"{prediction.time / prediction.ideal:.3f}",
                 f"{100 * prediction.idle:.1f} %",
+                f"{prediction.delay:.3g}",
                 f"{max(prediction.in_flight):.4g}",
             ]
         )
     print(file=out)
-    _print_table(rows, out)
+    print_table(rows, out)
     times = {prediction.schedule: prediction for prediction in predictions}
     fast, slow = times[RECOMMENDED_SCHEDULE], times[ONE_F_ONE_B.name]
     if fast.time and slow.time:
@@ -419,6 +399,7 @@ def _memory(
         bf16=args.precision == "bf16",
         optimizer=args.optimizer,
         distributed_optimizer=args.distributed_optimizer,
+        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
         recompute=args.recompute,
         fused_attention=not args.unfused_attention,
     )
@@ -476,22 +457,11 @@ def _print_memory(
         if name != detail:
             totals = (_gib(per_stage[stage].total) for stage in shown)
             rows.append([f"total, {titles[name]}", *totals])
-    _print_table(rows, out)
+    print_table(rows, out)
 
 
 def _gib(value: int) -> str:
     return f"{value / 2**30:.3f}"
-
-
-def _print_table(rows: Sequence[Sequence[str]], out: TextIO) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for index, row in enumerate(rows):
-        first, *rest = (cell for cell in row)
-        line = first.ljust(widths[0])
-        line += "".join(f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
-        print(line.rstrip(), file=out)
-        if index == 0:
-            print("-" * len(line), file=out)
 
 
 def _write_csv(

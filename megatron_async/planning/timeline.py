@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from megatron_async.planning import perfetto
 from megatron_async.planning.candidates import (
     Candidate,
     add_schedule_flags,
@@ -17,8 +18,13 @@ from megatron_async.planning.candidates import (
     candidates,
     pipeline_of,
 )
+from megatron_async.planning.replayed import replayed_slices
+from megatron_async.replay.device import DeviceDeadlock
+from megatron_async.replay.device import run as run_on_device
+from megatron_async.replay.nccl import MismatchError
+from megatron_async.replay.trace import TraceError, read_all
 from megatron_async.schedules import RECOMMENDED
-from megatron_async.schedules.actions import Kind
+from megatron_async.schedules.actions import COMPUTE, Kind
 from megatron_async.schedules.cost_flags import add_cost_flags, costs_of
 from megatron_async.schedules.schedule import settled_calls
 from megatron_async.schedules.simulator import Event, Simulation, simulate
@@ -28,11 +34,14 @@ __all__ = ["draw_png", "draw_text", "main"]
 _LETTERS = {
     Kind.FORWARD: "F",
     Kind.BACKWARD: "B",
+    Kind.BACKWARD_WEIGHT: "W",
     Kind.UPDATE: "U",
     Kind.COMPLETE_UPDATE: "U",
 }
 _BACKGROUNDS = (24, 94, 22, 90, 52, 58)
 """Colours of the batches in the terminal's palette of 256, in turn."""
+_QUEUES = 8
+"""CUDA_DEVICE_MAX_CONNECTIONS by default."""
 _BLOCK = 3
 """Columns of the shortest block: a letter and up to two digits."""
 
@@ -41,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code; wrong arguments leave through argparse."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.trace is not None:
+        return _replay(parser, args)
+    if args.stages is None or args.microbatches is None:
+        parser.error("--stages and --microbatches are needed, or --trace")
     every = "all" in args.schedule
     drawn = candidates() if every else [candidate(n) for n in dict.fromkeys(args.schedule)]
     costs = costs_of(args)
@@ -72,18 +85,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw_text(run, sys.stdout, width=width, colour=colour)
         print()
     interleaved = any(each.schedule.interleaved for each in drawn)
+    split = any(each.schedule.split_backward for each in drawn)
     print(
         "F forward, B backward, each with its microbatch; U optimizer step; . idle"
         + ("; f, b of every second model chunk" if interleaved else "")
+        + ("; W gradients of the weights, of a split backward" if split else "")
         + ("; colours are batches" if colour else "")
     )
     if args.png:
         captions = [_caption(each, steady[each.name]) for each, _ in runs]
         draw_png([run for _, run in runs], captions, args.png)
         print(f"wrote {args.png}")
+    if args.perfetto:
+        perfetto.write(args.perfetto, [(c.title, list(perfetto.slices(run))) for c, run in runs])
+        print(f"wrote {args.perfetto}: open it at https://ui.perfetto.dev")
     if args.csv:
         _write_csv(runs, args.csv)
         print(f"wrote {args.csv}")
+    return 0
+
+
+def _replay(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Write what a recorded run would do on a device with eight hardware queues."""
+    if args.perfetto is None:
+        parser.error("--trace needs --perfetto FILE")
+    try:
+        device = run_on_device(read_all(args.trace), costs_of(args), connections=_QUEUES)
+    except (TraceError, DeviceDeadlock, MismatchError, ValueError) as error:
+        parser.error(f"{args.trace}: {error}")
+    perfetto.write(args.perfetto, [(str(args.trace), list(replayed_slices(device)))])
+    print(f"wrote {args.perfetto}: open it at https://ui.perfetto.dev")
     return 0
 
 
@@ -93,8 +124,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Draw the timeline of a pipeline schedule by simulating its action lists. "
         "Nothing is trained.",
     )
-    parser.add_argument("--stages", type=int, required=True, help="pipeline stages p")
-    parser.add_argument("--microbatches", type=int, required=True, help="microbatches per batch m")
+    parser.add_argument("--stages", type=int, help="pipeline stages p")
+    parser.add_argument("--microbatches", type=int, help="microbatches per batch m")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="instead: what a run recorded with --cpu --log-enqueues DIR; needs --perfetto",
+    )
     names = [each.name for each in candidates()]
     parser.add_argument(
         "--schedule",
@@ -115,6 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_schedule_flags(parser)
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a picture")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="also write a trace for ui.perfetto.dev"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the events as CSV")
     parser.add_argument("--width", type=int, help="columns of text (default: the terminal's)")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
@@ -139,10 +179,7 @@ def draw_text(run: Simulation, out: TextIO, *, width: int, colour: bool) -> None
     ends can be rounded to columns; the optimizer step gets at least one.
     """
     shortest = min(
-        event.busy
-        for events in run.events
-        for event in events
-        if event.action.kind in (Kind.FORWARD, Kind.BACKWARD)
+        event.busy for events in run.events for event in events if event.action.kind in COMPUTE
     )
     scale = _BLOCK / shortest
     length = math.ceil(run.makespan * scale)
@@ -215,7 +252,7 @@ def draw_png(runs: Sequence[Simulation], captions: Sequence[str], path: Path) ->
         for stage, events in enumerate(run.events):
             for event in filter(_drawn, events):
                 action = event.action
-                compute = action.kind in (Kind.FORWARD, Kind.BACKWARD)
+                compute = action.kind in COMPUTE
                 forward = action.kind is Kind.FORWARD
                 colour = palette(action.batch % 10) if compute else "black"
                 axis.broken_barh(

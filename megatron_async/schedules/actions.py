@@ -47,6 +47,9 @@ class Kind(enum.Enum):
     SEND_FORWARD_RECV_BACKWARD = "send_forward_recv_backward"
     RECV_BACKWARD = "recv_backward"
     BACKWARD = "backward"
+    BACKWARD_WEIGHT = "backward_weight"
+    """The gradient of the weights, where a schedule puts it off; `BACKWARD` is that of the input
+    alone, then."""
     SEND_BACKWARD = "send_backward"
     SEND_BACKWARD_RECV_FORWARD = "send_backward_recv_forward"
     START_RECV_FORWARD = "start_recv_forward"
@@ -76,7 +79,7 @@ class Kind(enum.Enum):
     """Wait for that. Stands before the first computation on the version."""
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 REDUCTIONS = frozenset({Kind.START_REDUCTION, Kind.FINISH_REDUCTION})
 UPDATES = frozenset({Kind.LAUNCH_UPDATE, Kind.COMPLETE_UPDATE, Kind.UPDATE})
 GATHERS = frozenset({Kind.START_GATHER, Kind.FINISH_GATHER})

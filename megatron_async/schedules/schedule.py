@@ -217,6 +217,7 @@ class Schedule:
         equal_batches: whether all batches need the same number of microbatches on several stages.
         drifts: whether a microbatch may run backward on newer weights than forward.
         interleaved: whether each stage has several model chunks.
+        split_backward: whether a backward is split, see ``Kind.BACKWARD_WEIGHT``.
         emulated_stages: P, if one stage trains with the delays of P of them; else None.
         extra_warmup: whether it can have more microbatches in flight than 1F1B.
         flags: its own.
@@ -238,6 +239,7 @@ class Schedule:
     equal_batches: bool = False
     drifts: bool = False
     interleaved: bool = False
+    split_backward: bool = False
     emulated_stages: Callable[[Pipeline], int | None] = _not_emulated
     extra_warmup: bool = False
     flags: tuple[Flag, ...] = ()

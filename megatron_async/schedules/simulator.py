@@ -41,6 +41,9 @@ from megatron_async.schedules.actions import (
 __all__ = ["Costs", "DeadlockError", "Event", "Simulation", "simulate"]
 
 
+_BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+
+
 class DeadlockError(Exception):
     """Every stage that has not finished waits for another one. The message says for what."""
 
@@ -52,7 +55,8 @@ class Costs:
     `forward` and `backward` are per microbatch, through all model chunks of the stage; `optimizer`
     is per step, `reduction` per batch and `gather` per version. A single number holds for every
     stage; forward, backward and optimizer also take a sequence with one per stage. `latency` is
-    that of one message between two stages.
+    that of one message between two stages. Where lists split the backward, each half takes half of
+    its time.
     """
 
     forward: float | Sequence[float]
@@ -160,7 +164,7 @@ class Simulation:
         return max(
             event.ended
             for event in self.events[stage]
-            if event.action.kind is Kind.BACKWARD and event.action.batch == batch
+            if event.action.kind in _BACKWARDS and event.action.batch == batch
         )
 
     @cached_property
@@ -239,6 +243,7 @@ class _Run:
         self.lists = lists
         self.stages = len(lists)
         self.chunks = 1 + max((a.chunk for actions in lists for a in actions), default=0)
+        self.split = any(a.kind is Kind.BACKWARD_WEIGHT for actions in lists for a in actions)
         if rendezvous and self.chunks > 1:
             raise ValueError("interleaved schedules send asynchronously, without rendezvous")
         self.times = costs.per_stage(self.stages)
@@ -271,7 +276,7 @@ class _Run:
                         break
                     self.events[stage].append(event)
                     self.clock[stage] = event.ended
-                    if action.kind is Kind.BACKWARD:
+                    if action.kind in _BACKWARDS:
                         self.backward_ends[stage, action.batch] = event.ended
                     moved = True
         stuck = [
@@ -287,6 +292,8 @@ class _Run:
         forward, backward, optimizer = self.times[stage]
         if action.kind in COMPUTE:
             takes = (forward if action.kind is Kind.FORWARD else backward) / self.chunks
+            if self.split and action.kind is not Kind.FORWARD:
+                takes /= 2
             return Event(action, now, now, now + takes, now + takes)
         if action.kind in REDUCTIONS or action.kind in GATHERS:
             end = self._collective_end(stage, action, now)

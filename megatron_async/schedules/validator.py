@@ -133,6 +133,8 @@ class _Stage:
         self.launched: int | None = None
         self.last_launched = start - 1
         self.gathering: set[int] = set()
+        self.put_off: set[_Microbatch] = set()
+        """Those whose weights' gradients are still to come."""
 
     def _count(self, batch: int) -> int:
         return self.microbatches[min(batch - self.start, len(self.microbatches) - 1)]
@@ -159,6 +161,8 @@ class _Stage:
             return self._forward(action)
         if action.kind is Kind.BACKWARD:
             return self._backward(action)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return self._backward_weight(action)
         if action.kind in REDUCTIONS:
             return self._reduce(action)
         if action.kind in UPDATES:
@@ -238,7 +242,16 @@ class _Stage:
             return f"the reduction of batch {action.batch} was not started before its last backward"
         del self.in_flight[key]
         self.finished[action.batch].add(key)
+        if self.schedule.split_backward:
+            self.put_off.add(key)
         return None
+
+    def _backward_weight(self, action: Action) -> str | None:
+        key = (action.batch, action.microbatch, action.chunk)
+        if key not in self.put_off:
+            return "its backward was not run before, or was whole"
+        self.put_off.discard(key)
+        return self._version_fault(action)
 
     def _reduce(self, action: Action) -> str | None:
         missing = self._whole(action.batch) - self.finished[action.batch]
@@ -251,6 +264,8 @@ class _Stage:
             return None
         if missing:
             return f"{len(missing)} of the batch's backwards are still to come"
+        if left := sum(batch == action.batch for batch, *_ in self.put_off):
+            return f"the weights' gradients of {left} microbatches are still to come"
         if action.batch != self.reduced + 1:
             return f"the next reduction is that of batch {self.reduced + 1}"
         self.reduced = action.batch

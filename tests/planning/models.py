@@ -14,7 +14,7 @@ LLAMA_LIKE: dict[str, Any] = {
     "learned_positions": False,
     "tied": False,
 }
-MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied, PP 4": ({}, {"stages": 4}),
     "tied, PP 1": ({}, {"stages": 1}),
     "untied, PP 1, wide heads": ({"tied": False, "kv_channels": 12}, {"stages": 1}),
@@ -27,6 +27,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {**LLAMA_LIKE, "experts": 4},
         {"stages": 2, "expert_parallel": 2, "data_parallel": 2},
     ),
+    "RMSNorm, uneven, 10B": (
+        {
+            **LLAMA_LIKE,
+            "rms_norm": True,
+            "layers": 48,
+            "hidden_size": 4096,
+            "attention_heads": 32,
+            "query_groups": 8,
+            "vocab_size": 50304,
+        },
+        {"stages": 3, "layers_per_stage": [17, 18, 13]},
+    ),
     "experts with biases": ({"experts": 4}, {"stages": 1}),
 }
 
@@ -37,4 +49,4 @@ def shape_of(options: dict[str, Any]) -> ModelShape:
 
 def layout_of(options: dict[str, Any]) -> Layout:
     stages = options["stages"]
-    return Layout(layers_per_stage=[8 // stages] * stages, **options)
+    return Layout(**{"layers_per_stage": [8 // stages] * stages, **options})

@@ -1,12 +1,10 @@
 """Counted memory."""
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from megatron_async.planning.built import built_parameters
 from megatron_async.planning.candidates import candidate
 from megatron_async.planning.memory import (
     Layout,
@@ -19,28 +17,15 @@ from megatron_async.planning.memory import (
 )
 from tests.planning.models import LLAMA_LIKE, MODELS, TINY, layout_of, shape_of
 from tests.schedules.lists import Lists
-from tests.support.torchrun import environment
 
 
 def test_parameters_are_those_that_megatron_builds() -> None:
-    job = subprocess.run(
-        [sys.executable, "-m", "tests.planning.megatron_counts"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert job.returncode == 0, job.stderr
-    built = json.loads(job.stdout.splitlines()[-1])
-    counted = {
-        name: [
-            count_parameters(shape_of(model), layout_of(parallel), stage).total
-            for stage in range(parallel["stages"])
-        ]
-        for name, (model, parallel) in MODELS.items()
-    }
-    assert counted == built
+    models = [(shape_of(model), layout_of(parallel)) for model, parallel in MODELS.values()]
+    counted = [
+        [count_parameters(shape, layout, stage).total for stage in range(layout.stages)]
+        for shape, layout in models
+    ]
+    assert counted == built_parameters(models)
 
 
 def memory(*, stage: int = 1, in_flight: float = 3, **storage: Any) -> StageMemory:
