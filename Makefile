@@ -8,7 +8,7 @@ BENCHMARKS := $(wildcard benchmarks/*.py)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-matrix lint format bench clean distclean
+.PHONY: help install demo docs test test-slow test-matrix lint format bench clean distclean
 
 help:
 	@echo 'make install    make $(VENV) with the versions of constraints.txt (some 5.5 GB; PYTHON=... names a Python >= 3.12)'
@@ -18,6 +18,7 @@ help:
 	@echo 'make test-matrix  the core tests with every release of megatron-core, an environment each (MEGATRON_MAIN=PATH)'
 	@echo 'make lint       ruff, mypy, import-linter and bash -n'
 	@echo 'make format     let ruff mend what it can'
+	@echo 'make docs       docs/ as a site in site/ (ARGS=--dirty: what has changed)'
 	@echo 'make bench      the benchmarks in their quick form'
 	@echo 'make clean      remove caches and runs/demo; make distclean also removes $(VENV) and .venvs'
 
@@ -27,7 +28,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@python="$$(bash scripts/find-python.sh)" || exit 1; \
 	if ! [ -x $(BIN)/python ]; then echo "Making $(VENV) with $$python"; "$$python" -m venv $(VENV); fi
 	@echo 'Installing into $(VENV), which takes some minutes the first time'
-	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,data,docs]' \
 		| sed '/already satisfied/d'
 	@touch $@
 
@@ -60,12 +61,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Fails where a link leads nowhere.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict $(ARGS)
+
 bench: $(STAMP)
 	@for benchmark in $(BENCHMARKS); do \
 		echo "== $$benchmark --quick"; $(BIN)/python "$$benchmark" --quick $(ARGS) || exit 1; done
 
 clean:
-	rm -rf runs/demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf runs/demo build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './.venvs/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -11,8 +11,12 @@
 #                     Megatron's synchronous 1F1B
 #     CORRECTION      error-feedback (unless set, if the schedule is asynchronous), another, or none
 #     OPTIMIZER       muon (default), adam, soap, lion, ...
-#     PIPELINE, TENSOR, MICRO_BATCH    instead of the model's own
+#     PIPELINE, TENSOR, EXPERT, MICRO_BATCH    instead of the model's own
 #     GPUS            GPUs a node (default: those that nvidia-smi lists, else 8)
+#     CPU=1           GPUS CPU ranks a node over gloo instead of GPUs (default: 2), to try the scripts
+#     LOGS            folder for each rank's output in files of its own; the console then shows the
+#                     first and the last rank of the node
+#     CHECK=1         check the nodes instead of training (docs/slurm.md)
 #     NODES, NODE_RANK, HEAD, PORT     for several nodes (gpt.sbatch sets them)
 #     SCRIPT          the training script (default: examples/pretrain_gpt.py); that of a
 #                     Megatron-LM checkout works as well
@@ -33,8 +37,8 @@ source "$here/models/$model.conf"
 
 case "$family" in
 gpt3)
-    sequence=2048
-    vocabulary=50257
+    sequence="${sequence:-2048}"
+    vocabulary="${vocabulary:-50257}"
     architecture=(--seq-length "$sequence" --max-position-embeddings "$sequence")
     ;;
 smollm2)
@@ -45,6 +49,20 @@ smollm2)
         --group-query-attention
         --position-embedding-type rope --rotary-base 100000
         --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
+    )
+    ;;
+moe)
+    sequence=4096
+    vocabulary=49152
+    architecture=(
+        --seq-length "$sequence" --max-position-embeddings "$sequence"
+        --group-query-attention
+        --position-embedding-type rope --rotary-base 100000
+        --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights
+        --num-experts 64 --moe-ffn-hidden-size 1024 --moe-router-topk 8
+        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+        --moe-token-dispatcher-type alltoall
     )
     ;;
 *)
@@ -63,8 +81,14 @@ optimization=(
     --attention-dropout 0 --hidden-dropout 0 --bf16
 )
 if [ "$optimizer" = muon ]; then
-    # The scale of 0.2 gives an update the size of Adam's, so that Adam's learning rate serves.
-    optimization+=(--muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2)
+    # Megatron's spectral scale, sqrt(max(rows, columns)), times 0.2 gives an update the root mean
+    # square of Adam's, so that Adam's learning rate and weight decay serve (Liu et al., "Muon is
+    # Scalable for LLM Training", arXiv 2502.16982, section 2.2). What the paper on one-step delays
+    # uses is not known here.
+    optimization+=(
+        --muon-momentum 0.95 --muon-nesterov
+        --muon-scale-mode spectral --muon-extra-scale-factor 0.2
+    )
 fi
 
 tensor="${TENSOR:-$tensor}"
@@ -72,6 +96,17 @@ parallelism=(
     --pipeline-model-parallel-size "${PIPELINE:-$pipeline}" --tensor-model-parallel-size "$tensor"
     --use-distributed-optimizer
 )
+if [ -z "${PIPELINE:-}" ] && [ -n "${layers_first:-}" ]; then
+    # The outer stages have the embeddings as well. With two stages the rest is the first one's.
+    if [ "$pipeline" -gt 2 ]; then
+        parallelism+=(--decoder-first-pipeline-num-layers "$layers_first")
+    fi
+    parallelism+=(--decoder-last-pipeline-num-layers "$layers_last")
+fi
+expert="${EXPERT:-${expert:-1}}"
+if [ "$expert" -gt 1 ]; then
+    parallelism+=(--expert-model-parallel-size "$expert")
+fi
 if [ "$tensor" -gt 1 ]; then
     parallelism+=(--sequence-parallel)
 fi
@@ -92,7 +127,11 @@ logging=(
     --tensorboard-dir "$output/tensorboard"
 )
 
-if [ -z "${GPUS:-}" ]; then
+backend=()
+if [ -n "${CPU:-}" ]; then
+    backend=(--cpu)
+    GPUS="${GPUS:-2}"
+elif [ -z "${GPUS:-}" ]; then
     GPUS="$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)"
     if [ "$GPUS" -eq 0 ]; then GPUS=8; fi
 fi
@@ -105,17 +144,29 @@ if [ "$nodes" -gt 1 ]; then
 else
     rendezvous=(--standalone)
 fi
-
-command=(
+launch=(
+    env "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     torchrun "${rendezvous[@]}" --nproc-per-node "$GPUS"
-    -m megatron_async "${SCRIPT:-$here/pretrain_gpt.py}"
-    "${shape[@]}" "${architecture[@]}" "${optimization[@]}" "${parallelism[@]}"
-    "${asynchronous[@]}" "${data[@]}" "${logging[@]}" "$@"
 )
+if [ -n "${LOGS:-}" ]; then
+    last="$((GPUS - 1))"
+    launch+=(--log-dir "$LOGS" --tee 3 --local-ranks-filter "0$([ "$last" -eq 0 ] || echo ",$last")")
+fi
+
+if [ -n "${CHECK:-}" ]; then
+    command=("${launch[@]}" -m megatron_async.tools.node_check "${backend[@]}" --output "$output")
+else
+    command=(
+        "${launch[@]}" -m megatron_async "${backend[@]}" "${SCRIPT:-$here/pretrain_gpt.py}"
+        "${shape[@]}" "${architecture[@]}" "${optimization[@]}" "${parallelism[@]}"
+        "${asynchronous[@]}" "${data[@]}" "${logging[@]}" "$@"
+    )
+fi
 if [ -n "${DRY_RUN:-}" ]; then
     printf '%s\n' "${command[@]}"
     exit 0
 fi
 mkdir -p "$output"
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+if [ -n "${LOGS:-}" ]; then mkdir -p "$LOGS"; fi
+export PYTHONUNBUFFERED=1 # what a rank that is killed has said is in its log
 exec "${command[@]}"

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -20,41 +20,36 @@ from megatron_async.megatron import saves
 from megatron_async.runtime.run import run
 
 __all__ = [
-    "WholeTrackerFile",
     "keep_helper_from_exit_signal",
+    "open_file",
     "read_errors",
     "save_directory",
     "write_errors",
 ]
 
 
-class WholeTrackerFile:
-    """Megatron's file functions, but the file that names the latest checkpoint changes at once.
+def open_file(
+    original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any
+) -> Any:
+    """Open a file; that which names the latest checkpoint, for writing, through one beside it.
 
     Megatron empties it before it writes it. A job that is killed in between could not be resumed
     without mending the file by hand.
 
     Args:
-        original: ``maybe_msc`` of megatron/core/msc_utils.py.
+        original: Megatron's ``open`` of megatron/core/msc_utils.py.
+        path: the file.
+        mode: as for the builtin function, as the other arguments.
     """
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file; the tracker file for writing through a temporary one beside it."""
-        if (
-            mode == "w"
-            and run.engine is not None
-            and not MultiStorageClientFeature.is_enabled()
-            and Path(path)
-            == Path(megatron_checkpointing.get_checkpoint_tracker_filename(Path(path).parent))
-        ):
-            return _replaced(Path(path))
-        return self._original.open(path, mode, *args, **kwargs)
+    if (
+        mode == "w"
+        and run.engine is not None
+        and not MultiStorageClientFeature.is_enabled()
+        and Path(path)
+        == Path(megatron_checkpointing.get_checkpoint_tracker_filename(Path(path).parent))
+    ):
+        return _replaced(Path(path))
+    return original(path, mode, *args, **kwargs)
 
 
 @contextlib.contextmanager

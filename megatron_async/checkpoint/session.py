@@ -39,7 +39,7 @@ from megatron_async.checkpoint.weights import (
     PREVIOUS,
     check_experts,
     check_parameters,
-    named_parameters,
+    named_weights,
     previous_weights,
 )
 from megatron_async.config.settings import AsyncConfig
@@ -337,7 +337,7 @@ class _Loading:
 
     def _set_previous(self, running: Engine) -> None:
         values = []
-        for name, _ in named_parameters(running):
+        for name, _ in named_weights(running):
             if name not in self._previous:
                 raise RuntimeError(
                     f"megatron_async: the checkpoint lacks the previous version of {name}; it was "

@@ -2,6 +2,7 @@
 beside Megatron's own entry with the newest one."""
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,38 +15,37 @@ from megatron.core.utils import unwrap_model
 
 from megatron_async.runtime.engine import Engine
 
-__all__ = ["PREVIOUS", "check_experts", "check_parameters", "named_parameters", "previous_weights"]
+__all__ = ["PREVIOUS", "check_experts", "check_parameters", "named_weights", "previous_weights"]
 
 PREVIOUS = "megatron_async_previous"
 """Entry of the state dict with the weights of the version before the newest; prefix of its keys in
 a torch_dist checkpoint."""
 
 
-def named_parameters(running: Engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the trainable parameters with their names, in the order of the weight versions."""
-    names = {
-        id(parameter): name
-        for name, parameter in unwrap_model(running.model_chunk).named_parameters()
-    }
-    for parameter in running.weights.parameters:
-        yield names[id(parameter)], parameter
+def named_weights(running: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what has versions with its names: the trainable parameters, then the buffers."""
+    chunk = unwrap_model(running.model_chunk)
+    named = itertools.chain(chunk.named_parameters(), chunk.named_buffers())
+    names = {id(each): name for name, each in named}
+    for each in running.weights.versioned:
+        yield names[id(each)], each
 
 
 def previous_weights(running: Engine, *, sharded: bool, metadata: Any) -> dict[str, Any]:
-    """Return the weights of the version before the newest, by parameter name.
+    """Return the weights of the version before the newest, by name.
 
     Tensors; in a torch_dist checkpoint Megatron's description of each with its tensor, under a key
     of our own. Both to save from and to load into.
 
     Raises:
-        RuntimeError: the model does not describe a parameter as it is.
+        RuntimeError: the model does not describe one as it is.
     """
     weights = running.weights
     weights.select(weights.newest - 1)
     try:
         # Megatron's descriptions hold the parameter itself, which is to point to the newest version
         # when the file is written; a detached tensor stays with the version.
-        tensors = {name: parameter.detach() for name, parameter in named_parameters(running)}
+        tensors = {name: each.detach() for name, each in named_weights(running)}
         if not sharded:
             return tensors
         if metadata is None:
@@ -58,13 +58,13 @@ def previous_weights(running: Engine, *, sharded: bool, metadata: Any) -> dict[s
             if isinstance(entry, ShardedBase)
         }
         result = {}
-        for name, parameter in named_parameters(running):
-            if id(parameter) not in entries:
+        for name, each in named_weights(running):
+            if id(each) not in entries:
                 raise RuntimeError(
                     f"megatron_async: {name} is missing in the model's sharded_state_dict, or is "
                     "not there as it is; use --ckpt-format torch"
                 )
-            entry = entries[id(parameter)]
+            entry = entries[id(each)]
             result[name] = replace(entry, key=f"{PREVIOUS}.{entry.key}", data=tensors[name])
         return result
     finally:

@@ -6,11 +6,20 @@ import sys
 from dataclasses import replace
 
 from megatron_async.config import validation
-from megatron_async.config.arguments import add_arguments
+from megatron_async.config.arguments import add_arguments, used
 from megatron_async.config.settings import set_defaults
-from megatron_async.optimizers import requested
+from megatron_async.megatron.training import parsed_arguments
+from megatron_async.optimizers import own_names, requested
 
-__all__ = ["check_arguments", "check_command_line", "check_configs", "check_parsed", "flags_in"]
+__all__ = [
+    "check_arguments",
+    "check_command_line",
+    "check_configs",
+    "check_parsed",
+    "flags_are_used",
+    "flags_in",
+    "flags_used",
+]
 
 
 def flags_in(argv: list[str]) -> bool:
@@ -24,6 +33,18 @@ def flags_in(argv: list[str]) -> bool:
     # Whoever asks for help wants to see them.
     counted = ours - {"--cpu"} | {"--help", "-h"}
     return requested(argv) or any(argument.partition("=")[0] in counted for argument in argv)
+
+
+def flags_used(args: argparse.Namespace) -> bool:
+    """Whether parsed arguments differ from the defaults in a flag, or name an optimizer, of this
+    package."""
+    return used(args) or getattr(args, "optimizer", None) in own_names()
+
+
+def flags_are_used() -> bool:
+    """:func:`flags_used` for the arguments that Megatron has parsed in this process, if any."""
+    args = parsed_arguments()
+    return args is not None and flags_used(args)
 
 
 def check_command_line(argv: list[str]) -> None:

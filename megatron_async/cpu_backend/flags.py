@@ -72,12 +72,6 @@ _CONFLICTS = (
     _Conflict("--distributed-backend", "NCCL needs GPUs", "use `gloo`", _one_of("gloo")),
     _Conflict("--attention-backend", _TE, "use `unfused`", _one_of("unfused", "auto")),
     _Conflict(
-        "--context-parallel-size",
-        "context parallelism exists only in Transformer Engine",
-        "use 1",
-        _one_of("1"),
-    ),
-    _Conflict(
         "--async-strategy",
         "nvidia-resiliency-ext starts processes that need GPUs",
         "use `mcore`",
@@ -85,13 +79,23 @@ _CONFLICTS = (
     ),
     _Conflict("--hierarchical-context-parallel-sizes", _TE, "drop it"),
     _Conflict("--hybrid-context-parallel", _TE, "drop it"),
+    *(
+        _Conflict(
+            flag,
+            "Mamba layers (M) need mamba-ssm, whose kernels run on GPUs only",
+            "use attention (*), MLP (-) and MoE (E) layers",
+            lambda given: not given or "M" not in given[-1],
+        )
+        for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+    ),
     _Conflict("--fp8-format", _TE, "use --bf16"),
     _Conflict("--fp8-param-gather", _TE, "use --bf16"),
     _Conflict("--fp4-format", _TE, "use --bf16"),
     _Conflict("--fp4-param-gather", _TE, "use --bf16"),
     _Conflict("--use-flash-attn", _KERNELS, "drop it"),
     _Conflict("--flash-decode", _KERNELS, "drop it"),
-    _Conflict("--use-precision-aware-optimizer", _TE, "drop it"),
+    _Conflict("--exp-avg-dtype", _TE, "use `bf16`", _none_of("fp8")),
+    _Conflict("--exp-avg-sq-dtype", _TE, "use `bf16`", _none_of("fp8")),
     _Conflict("--use-transformer-engine-op-fuser", _TE, "drop it"),
     _Conflict("--te-precision-config-file", _TE, "drop it"),
     _Conflict("--tp-comm-overlap", _TE, "drop it"),

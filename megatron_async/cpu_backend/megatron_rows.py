@@ -1,89 +1,20 @@
 """What is replaced in Megatron itself, where standing in for CUDA and NCCL is not enough."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 from torch.utils._pytree import tree_map_only
 
+from megatron_async.cpu_backend.context_parallel import forward_of_a_part, init_of_a_part
+from megatron_async.cpu_backend.fused_adam import FusedAdam, found_in_transformer_engine
 from megatron_async.cpu_backend.hybrid_layers import local_stack_spec
 from megatron_async.megatron import dataset_helpers, releases
 from megatron_async.megatron.replaced import Replacement
 
-__all__ = ["MEGATRON_VERSIONS", "FusedAdam", "megatron_rows"]
+__all__ = ["MEGATRON_VERSIONS", "megatron_rows"]
 
 MEGATRON_VERSIONS = releases.VERSIONS
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """Adam with the interface and the state of Apex's ``FusedAdam``.
-
-    The step counter is the integer ``param_groups[i]["step"]``; a parameter's state is ``exp_avg``
-    and ``exp_avg_sq``, of the parameter's shape and dtype. ``capturable`` and ``bias_correction``
-    must keep their defaults.
-
-    Raises:
-        ValueError: an option asks for what this class does not do.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
-        bias_correction: bool = True,
-    ) -> None:
-        if capturable:
-            raise ValueError("capturable Adam is for CUDA graphs: drop --optimizer-cuda-graph")
-        if not bias_correction:
-            raise ValueError("FusedAdam of the CPU backend always corrects the bias")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-        }
-        super().__init__(params, defaults)
-        self.adam_w_mode = adam_w_mode
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        update = adamw if self.adam_w_mode else adam
-        for group in self.param_groups:
-            # The counter runs on in groups without gradients, as Apex's does.
-            group["step"] = int(group.get("step", 0)) + 1
-            params = [param for param in group["params"] if param.grad is not None]
-            if not params:
-                continue
-            for param in params:
-                state = self.state[param]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                    state["exp_avg_sq"] = torch.zeros_like(param)
-            update(
-                params,
-                [param.grad for param in params],
-                [self.state[param]["exp_avg"] for param in params],
-                [self.state[param]["exp_avg_sq"] for param in params],
-                [],
-                # torch counts these up itself.
-                [torch.tensor(float(group["step"] - 1)) for _ in params],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
 
 
 def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,6 +108,16 @@ def megatron_rows() -> list[Replacement]:
     ]
     rows.append(
         Replacement(
+            target="megatron.core.optimizer.optimizer_config:OptimizerConfig",
+            attribute="__post_init__",
+            make=found_in_transformer_engine,
+            why="the precision-aware optimizer wants a FusedAdam with certain arguments in "
+            "Transformer Engine: show it the one that is used here",
+            versions=MEGATRON_VERSIONS,
+        )
+    )
+    rows.append(
+        Replacement(
             target="megatron.core.transformer.torch_norm:WrappedTorchNorm",
             attribute="__new__",
             make=_norm,
@@ -206,6 +147,17 @@ def megatron_rows() -> list[Replacement]:
             versions=MEGATRON_VERSIONS,
         )
     )
+    rows += [
+        Replacement(
+            target="megatron.core.transformer.dot_product_attention:DotProductAttention",
+            attribute=attribute,
+            make=make,
+            why="Megatron's local attention refuses context parallelism: gather keys and values "
+            "over its ranks (core/transformer/dot_product_attention.py)",
+            versions=MEGATRON_VERSIONS,
+        )
+        for attribute, make in (("__init__", init_of_a_part), ("forward", forward_of_a_part))
+    ]
     hybrid = "megatron.core.models.hybrid"
     hybrid_why = (
         "hybrid models are made of Transformer Engine's modules alone: make their attention, MLP "

@@ -76,7 +76,9 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
     def factory(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and names_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
-        return original(*args, **kwargs)
+        pinned = kwargs.pop("pin_memory", False)
+        made = original(*args, **kwargs)
+        return made.pin_memory() if pinned else made
 
     return factory
 

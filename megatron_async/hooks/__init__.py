@@ -8,6 +8,9 @@ replacement is made from the original and calls it; with ``--pipeline-schedule d
 of them does what the original does. Modules that need Megatron are imported when a replacement
 runs: the table is made before Megatron is. :func:`install` refuses to work on modules that bound a
 name before it was replaced.
+
+A fork of Megatron may call the same functions from its source (``patches/``), as decorators where
+the attributes are defined. :func:`install` finds them there and replaces nothing.
 """
 
 import sys
@@ -23,11 +26,12 @@ from megatron_async.hooks import (
     schedule,
     training_loop,
 )
+from megatron_async.hooks.row import called_by_source
 from megatron_async.megatron import dataset_helpers, releases
-from megatron_async.megatron.replaced import Replacement, apply, is_replaced
+from megatron_async.megatron.replaced import Replacement, apply, is_for, is_replaced, resolve
 from megatron_async.megatron.training import arguments_are_parsed
 
-__all__ = ["HOOKS", "install", "installed"]
+__all__ = ["HOOKS", "check_source", "in_source", "install", "installed"]
 
 HOOKS: tuple[Replacement, ...] = (
     *arguments.ROWS,
@@ -42,22 +46,38 @@ HOOKS: tuple[Replacement, ...] = (
 )
 
 
+_replaced: list[Replacement] = []
+"""What :func:`install` has replaced in this process."""
+
+
+def in_source() -> bool:
+    """Whether the source of the Megatron that this process imports calls the hooks. Imports it."""
+    resolve(HOOKS[0].target)
+    return installed() and not _replaced
+
+
 def installed() -> bool:
-    """Whether the hooks are in place."""
+    """Whether the hooks are in place, installed or in Megatron's source."""
     return "megatron.training.arguments" in sys.modules and is_replaced(HOOKS[0])
 
 
 def install() -> None:
     """Replace the attributes of :data:`HOOKS`. A second call does nothing.
 
+    In a Megatron whose source calls the hooks nothing is replaced.
+
     Raises:
         RuntimeError: called too late, since a script bound a name of the table already or Megatron
-            has parsed its arguments; or megatron-core is of a release that was not tested.
+            has parsed its arguments; or megatron-core is of a release that was not tested; or its
+            source calls some of the hooks and lacks others.
     """
-    if installed():
+    if _replaced:
+        return
+    version = releases.current()
+    if releases.is_supported(version) and in_source():
+        check_source()
         return
     _refuse_if_too_late()
-    version = releases.current()
     if not releases.is_supported(version):
         raise RuntimeError(
             f"megatron_async replaces parts of megatron-core {', '.join(releases.SUPPORTED)}; this "
@@ -65,7 +85,26 @@ def install() -> None:
             f"{releases.VERSIONS}."
         )
     dataset_helpers.provide()
-    apply(HOOKS, version, mark=True)
+    _replaced.extend(apply(HOOKS, version, once=True))
+
+
+def check_source() -> None:
+    """Look whether a Megatron whose source calls the hooks calls all of them.
+
+    Raises:
+        RuntimeError: some are missing, as in a fork that was patched for another version.
+    """
+    dataset_helpers.provide()
+    rows = [row for row in HOOKS if is_for(row, releases.current())]
+    for row in rows:
+        resolve(row.target)
+    missing = [row.name for row in rows if not called_by_source(row)]
+    if missing:
+        raise RuntimeError(
+            f"megatron_async: the source of this Megatron calls megatron_async, but not for "
+            f"{', '.join(missing)}: it was patched for another release, or for another version of "
+            "megatron_async. Apply the patch that belongs to both, see patches/README.md."
+        )
 
 
 def _refuse_if_too_late() -> None:

@@ -4,12 +4,13 @@ import functools
 from typing import Any
 
 from megatron_async.config.settings import AsyncConfig
-from megatron_async.hooks.row import row
+from megatron_async.hooks.row import hook, row
 
-__all__ = ["ROWS"]
+__all__ = ["ROWS", "bucket_all_stages"]
 
 
-def _wrap(original: Any) -> Any:
+@hook
+def bucket_all_stages(original: Any) -> Any:
     @functools.wraps(original)
     def ddp_wrap(*args: Any, pg_collection: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
@@ -28,7 +29,7 @@ ROWS = (
     row(
         "megatron.training.models.dist_utils",
         "_ddp_wrap",
-        _wrap,
+        bucket_all_stages,
         "with --ddp-bucket-all-stages gradients are reduced bucket by bucket on every stage",
     ),
 )

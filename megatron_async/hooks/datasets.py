@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_async.hooks.row import row
-from megatron_async.megatron.dataset_helpers import compile_if_missing
+from megatron_async.config.startup import flags_are_used
+from megatron_async.hooks.row import hook, row
+from megatron_async.megatron import dataset_helpers
 
-__all__ = ["ROWS", "check", "named_in_errors"]
+__all__ = ["ROWS", "check", "compile_unless_found", "named_in_errors", "whole_data_file"]
 
 _REMEDY = "Copy or make the data set again; `megatron-async data` writes both files."
 
@@ -73,9 +74,13 @@ def check(dataset: Any) -> None:
         )
 
 
-def _whole_data_file(original: Any) -> Any:
+@hook
+def whole_data_file(original: Any) -> Any:
     @functools.wraps(original)
     def initialize(self: Any, path_prefix: str, *args: Any, **kwargs: Any) -> None:
+        if not flags_are_used():
+            original(self, path_prefix, *args, **kwargs)
+            return
         with named_in_errors(path_prefix):
             original(self, path_prefix, *args, **kwargs)
         check(self)
@@ -83,18 +88,32 @@ def _whole_data_file(original: Any) -> Any:
     return initialize
 
 
+@hook
+def compile_unless_found(original: Any) -> Any:
+    compile_if_missing = dataset_helpers.compile_if_missing(original)
+
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if flags_are_used():
+            compile_if_missing()
+        else:
+            original()
+
+    return compile_helpers
+
+
 ROWS = (
     row(
         "megatron.core.datasets.utils",
         "compile_helpers",
-        compile_if_missing,
+        compile_unless_found,
         "a fresh checkout compiles its helpers with whatever python3 and pybind11 there are; the "
         "installed wheel has them",
     ),
     row(
         "megatron.core.datasets.indexed_dataset:IndexedDataset",
         "initialize",
-        _whole_data_file,
+        whole_data_file,
         "a data file that ends early is named before training, not when its end is read",
     ),
 )

@@ -4,12 +4,13 @@ import functools
 import inspect
 from typing import Any
 
-from megatron_async.hooks.row import TRAINING, row
+from megatron_async.hooks.row import TRAINING, hook, row
 
-__all__ = ["ROWS"]
+__all__ = ["ROWS", "log_line", "log_scalars"]
 
 
-def _log_scalars(original: Any) -> Any:
+@hook
+def log_scalars(original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -55,7 +56,8 @@ def _write_scalars(iteration: int) -> None:
             wandb_writer.log({name: value, f"{name} iteration": at}, iteration)
 
 
-def _log_line(original: Any) -> Any:
+@hook
+def log_line(original: Any) -> Any:
     @functools.wraps(original)
     def print_rank_last(message: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -74,11 +76,11 @@ def _log_line(original: Any) -> Any:
 
 
 ROWS = (
-    row(TRAINING, "training_log", _log_scalars, "our scalars go to the same writers"),
+    row(TRAINING, "training_log", log_scalars, "our scalars go to the same writers"),
     row(
         TRAINING,
         "print_rank_last",
-        _log_line,
+        log_line,
         "the bubble's share stands in the iteration's log line",
     ),
 )

@@ -5,13 +5,21 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megatron_async.hooks.row import TRAINING, row
+from megatron_async.hooks.row import TRAINING, hook, row
 from megatron_async.megatron import releases
 
-__all__ = ["ROWS"]
+__all__ = [
+    "ROWS",
+    "attach_engine",
+    "gather_state",
+    "scatter_state",
+    "state_keys",
+    "state_with_buffers",
+]
 
 
-def _attach(original: Any) -> Any:
+@hook
+def attach_engine(original: Any) -> Any:
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, model_chunks: Any, *rest: Any, **kwargs: Any) -> Any:
         from megatron.core.utils import get_model_config
@@ -48,7 +56,8 @@ class _Property(property):
     """A property that can be marked as replaced."""
 
 
-def _state_keys(original: Any) -> Any:
+@hook
+def state_keys(original: Any) -> Any:
     def optimizer_state_keys(self: Any) -> tuple[str, ...]:
         from megatron_async.checkpoint.buffers import buffer_keys
 
@@ -57,7 +66,8 @@ def _state_keys(original: Any) -> Any:
     return _Property(optimizer_state_keys, doc=original.__doc__)
 
 
-def _gather_state(original: Any) -> Any:
+@hook
+def gather_state(original: Any) -> Any:
     @functools.wraps(original)
     def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron_async.checkpoint.buffers import buffer_keys
@@ -70,7 +80,8 @@ def _gather_state(original: Any) -> Any:
     return get_parameter_state_dp_zero
 
 
-def _scatter_state(original: Any) -> Any:
+@hook
+def scatter_state(original: Any) -> Any:
     @functools.wraps(original)
     def load_parameter_state_from_dp_zero(self: Any, state_dict: Any, **kwargs: Any) -> None:
         from megatron_async.checkpoint.buffers import buffer_keys
@@ -81,7 +92,8 @@ def _scatter_state(original: Any) -> Any:
     return load_parameter_state_from_dp_zero
 
 
-def _state_with_buffers(original: Any) -> Any:
+@hook
+def state_with_buffers(original: Any) -> Any:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
         from megatron_async.checkpoint.buffers import buffer_keys
@@ -99,34 +111,34 @@ ROWS = (
     row(
         TRAINING,
         "get_megatron_optimizer",
-        _attach,
+        attach_engine,
         "weight versions, correction and deferred update, before a checkpoint is loaded",
     ),
     row(
         _DISTRIBUTED,
         "optimizer_state_keys",
-        _state_keys,
+        state_keys,
         "some checkpoint formats drop a parameter's state that is not listed here",
         versions=releases.since("0.19"),
     ),
     row(
         _DISTRIBUTED,
         "get_parameter_state_dp_zero",
-        _gather_state,
+        gather_state,
         "some checkpoint formats drop a parameter's state whose names are not in the code",
         versions=releases.before("0.19"),
     ),
     row(
         _DISTRIBUTED,
         "load_parameter_state_from_dp_zero",
-        _scatter_state,
+        scatter_state,
         "the same when such a checkpoint is loaded",
         versions=releases.before("0.19"),
     ),
     row(
         _DISTRIBUTED,
         "load_state_dict",
-        _state_with_buffers,
+        state_with_buffers,
         "the same where a checkpoint is about to be loaded into the parameters' states",
         versions=releases.before("0.19"),
     ),

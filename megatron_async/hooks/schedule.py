@@ -3,12 +3,13 @@
 import functools
 from typing import Any
 
-from megatron_async.hooks.row import TRAINING, row
+from megatron_async.hooks.row import TRAINING, hook, row
 
-__all__ = ["ROWS"]
+__all__ = ["ROWS", "asynchronous", "embedding_gradients", "forward_pre_hook", "timed_receive"]
 
 
-def _schedule(original: Any) -> Any:
+@hook
+def asynchronous(original: Any) -> Any:
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -42,7 +43,8 @@ def _timing_data(forward_backward: Any) -> Any:
     return timed
 
 
-def _embedding_gradients(original: Any) -> Any:
+@hook
+def embedding_gradients(original: Any) -> Any:
     @functools.wraps(original)
     def allreduce_word_embedding_grads(*args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -56,7 +58,8 @@ def _embedding_gradients(original: Any) -> Any:
     return allreduce_word_embedding_grads
 
 
-def _timed_receive(original: Any) -> Any:
+@hook
+def timed_receive(original: Any) -> Any:
     @functools.wraps(original)
     def communicate(self: Any, *, recv_prev: bool, recv_next: bool, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -78,7 +81,8 @@ def _timed_receive(original: Any) -> Any:
     return communicate
 
 
-def _forward_pre_hook(original: Any) -> Any:
+@hook
+def forward_pre_hook(original: Any) -> Any:
     @functools.wraps(original)
     def should_disable_forward_pre_hook(args: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -90,7 +94,7 @@ def _forward_pre_hook(original: Any) -> Any:
 
 ROWS = (
     *(
-        row(module, "get_forward_backward_func", _schedule, "the pipeline schedule")
+        row(module, "get_forward_backward_func", asynchronous, "the pipeline schedule")
         for module in (
             "megatron.core.pipeline_parallel.schedules",
             "megatron.core.pipeline_parallel",
@@ -100,19 +104,19 @@ ROWS = (
     row(
         "megatron.core.distributed.finalize_model_grads",
         "_allreduce_word_embedding_grads",
-        _embedding_gradients,
+        embedding_gradients,
         "waits for the other end of the pipeline; the deferred update sums the copies",
     ),
     row(
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
         "_communicate",
-        _timed_receive,
+        timed_receive,
         "the time spent in receives, for --log-pipeline-bubble",
     ),
     row(
         TRAINING,
         "should_disable_forward_pre_hook",
-        _forward_pre_hook,
+        forward_pre_hook,
         "--overlap-param-gather works without Megatron's forward hooks, which do not know of "
         "weight versions",
     ),

@@ -4,12 +4,25 @@ import functools
 import time
 from typing import Any
 
-from megatron_async.hooks.row import TRAINING, row
+from megatron_async.hooks.row import TRAINING, hook, row
+from megatron_async.megatron import releases
 
-__all__ = ["ROWS"]
+__all__ = [
+    "ROWS",
+    "decide_exit",
+    "elapsed_without_barrier",
+    "finalize_async_save",
+    "keep_random_state",
+    "lengths_of_sequences",
+    "loss_group",
+    "norm_without_waiting",
+    "own_value_if_deferring",
+    "validate_result",
+]
 
 
-def _own_value_if_deferring(original: Any) -> Any:
+@hook
+def own_value_if_deferring(original: Any) -> Any:
     @functools.wraps(original)
     def reduce_across_model_parallel_group(value: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -19,7 +32,8 @@ def _own_value_if_deferring(original: Any) -> Any:
     return reduce_across_model_parallel_group
 
 
-def _elapsed_without_barrier(original: Any) -> Any:
+@hook
+def elapsed_without_barrier(original: Any) -> Any:
     @functools.wraps(original)
     def elapsed(self: Any, reset: bool = True, barrier: bool = False) -> Any:
         import torch
@@ -42,7 +56,8 @@ def _elapsed_without_barrier(original: Any) -> Any:
     return elapsed
 
 
-def _decide_exit(original: Any) -> Any:
+@hook
+def decide_exit(original: Any) -> Any:
     @functools.wraps(original)
     def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
@@ -70,7 +85,8 @@ def _decide_exit(original: Any) -> Any:
     return checkpoint_and_decide_exit
 
 
-def _finalize_async_save(original: Any) -> Any:
+@hook
+def finalize_async_save(original: Any) -> Any:
     @functools.wraps(original)
     def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> Any:
         from megatron_async.runtime.run import run
@@ -91,7 +107,8 @@ def _finalize_async_save(original: Any) -> Any:
     return maybe_finalize_async_save
 
 
-def _keep_random_state(original: Any) -> Any:
+@hook
+def keep_random_state(original: Any) -> Any:
     @functools.wraps(original)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
@@ -113,19 +130,66 @@ def _keep_random_state(original: Any) -> Any:
     return evaluate
 
 
-def _settled(original: Any) -> Any:
+@hook
+def norm_without_waiting(original: Any) -> Any:
     @functools.wraps(original)
-    def read_weights(*args: Any, **kwargs: Any) -> Any:
+    def calc_params_l2_norm(*args: Any, **kwargs: Any) -> Any:
         from megatron_async.runtime.run import run
 
-        if run.engine is not None:
-            run.engine.settle()
+        engine = run.engine
+        if engine is None:
+            return original(*args, **kwargs)
+        if run.deferring and not engine.drained:
+            report = engine.updates.last_report
+            return None if report is None else report.params_norm
+        engine.settle()
         return original(*args, **kwargs)
 
-    return read_weights
+    return calc_params_l2_norm
 
 
-def _validate_result(original: Any) -> Any:
+@hook
+def lengths_of_sequences(original: Any) -> Any:
+    @functools.wraps(original)
+    def consume_seqlen_stats_in_iteration() -> Any:
+        from megatron_async.megatron import packed_sequences
+        from megatron_async.runtime.run import run
+
+        engine = run.engine
+        if engine is None or not engine.asynchronous_now:
+            return original()
+        if not run.deferring:
+            if packed_sequences.are_packed(engine.args):
+                packed_sequences.have_all_ranks_sum()
+            return original()
+        if engine.packed is not None:
+            return engine.packed.take()
+        # Of a script that packs without Megatron's flags: counted as whole sequences.
+        packed_sequences.take_sums()
+        return None, None
+
+    return consume_seqlen_stats_in_iteration
+
+
+@hook
+def loss_group(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_attr_wrapped_model(model: Any, attr: str, *args: Any, **kwargs: Any) -> Any:
+        from megatron_async.megatron.data_parallel import with_loss_group
+        from megatron_async.runtime.run import run
+
+        found = original(model, attr, *args, **kwargs)
+        if attr != "pg_collection" or found is None or not run.deferring:
+            return found
+        assert run.engine is not None
+        group = run.engine.loss_group
+        return found if group is None else with_loss_group(found, group)
+
+    return get_attr_wrapped_model
+
+
+@hook
+def validate_result(original: Any) -> Any:
     @functools.wraps(original)
     def validate_result(self: Any, *args: Any, fatal: bool = True, **kwargs: Any) -> None:
         from megatron_async.runtime.run import run
@@ -140,50 +204,66 @@ ROWS = (
     row(
         TRAINING,
         "logical_and_across_model_parallel_group",
-        _own_value_if_deferring,
+        own_value_if_deferring,
         "waits for all stages; the success of a deferred update is the same on all of them",
     ),
     row(
         TRAINING,
         "reduce_max_stat_across_model_parallel_group",
-        _own_value_if_deferring,
+        own_value_if_deferring,
         "waits for all stages; every stage knows the gradient norm and the learning rate",
     ),
     row(
         "megatron.core.timers:Timer",
         "elapsed",
-        _elapsed_without_barrier,
+        elapsed_without_barrier,
         "a barrier over all ranks at every log line",
     ),
     row(
         TRAINING,
         "checkpoint_and_decide_exit",
-        _decide_exit,
+        decide_exit,
         "collectives over all ranks with --exit-signal-handler and --exit-duration-in-mins",
     ),
     row(
         TRAINING,
         "maybe_finalize_async_save",
-        _finalize_async_save,
+        finalize_async_save,
         "a collective over all ranks while an asynchronous save is under way",
     ),
     row(
         TRAINING,
         "evaluate",
-        _keep_random_state,
+        keep_random_state,
         "training goes on from the random state that it had before an evaluation",
+    ),
+    row(
+        TRAINING,
+        "get_attr_wrapped_model",
+        loss_group,
+        "train_step averages the loss on the communicator of the data-parallel reductions, and so "
+        "behind the one in flight with --second-grad-buffer",
+        versions=releases.since("0.19"),
     ),
     row(
         "megatron.core.rerun_state_machine:RerunStateMachine",
         "validate_result",
-        _validate_result,
+        validate_result,
         "waits for the device in the loss of each microbatch; a loss that is no number makes a "
         "gradient norm that is none, which ends the run before the update is published",
     ),
     row(
         TRAINING,
+        "consume_seqlen_stats_in_iteration",
+        lengths_of_sequences,
+        "sums over all ranks in each iteration in which this one ran a forward, and in the last "
+        "iteration not every stage does",
+    ),
+    row(
+        TRAINING,
         "calc_params_l2_norm",
-        _settled,
-        "it sums over the weights that the iteration made, on every stage",
+        norm_without_waiting,
+        "sums over all ranks in each iteration; the norm of a complete version comes with its "
+        "update. Undeferred, the weights that the iteration made are summed, on every stage",
     ),
 )

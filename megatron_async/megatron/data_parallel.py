@@ -10,7 +10,13 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-__all__ = ["as_first_stage", "bucket_groups", "ddp_buffers", "start_param_gathers"]
+__all__ = [
+    "as_first_stage",
+    "bucket_groups",
+    "ddp_buffers",
+    "start_param_gathers",
+    "with_loss_group",
+]
 
 
 class _FirstStage:
@@ -32,6 +38,14 @@ def as_first_stage(pg_collection: Any) -> Any:
     nothing but the rank."""
     groups = copy.copy(pg_collection)
     groups.pp = _FirstStage(pg_collection.pp)
+    return groups
+
+
+def with_loss_group(pg_collection: Any, group: dist.ProcessGroup) -> Any:
+    """Return process groups with which ``train_step`` averages the loss over ``group``, whose ranks
+    are those of ``dp_cp_gtp_remat``. It asks them for nothing else of these ranks."""
+    groups = copy.copy(pg_collection)
+    groups.dp_cp_gtp_remat = group
     return groups
 
 

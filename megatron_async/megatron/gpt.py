@@ -104,6 +104,7 @@ def _build(
         of_kind = {
             "transformer_layer_spec": _layer_spec(args, config, vp_stage),
             "rope_scaling": args.use_rope_scaling,
+            "mtp_block_spec": _mtp_spec(args, config, vp_stage),
         }
     return kind(
         config=config,
@@ -120,6 +121,24 @@ def _build(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
         **of_kind,
+    )
+
+
+def _mtp_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    if args.mtp_num_layers is None:
+        return None
+    on_gpu = args.transformer_impl == "transformer_engine"
+    layers = specs.get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=on_gpu,
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return specs.get_gpt_mtp_block_spec(
+        config, layers[-1], use_transformer_engine=on_gpu, vp_stage=vp_stage
     )
 
 

@@ -5,6 +5,7 @@ emerging_optimizers.py.
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ import torch
 __all__ = [
     "distributed_optimizer_shards",
     "emerging_optimizers",
+    "frozen_squares",
+    "gradient_attribute",
     "gradients_for_norm",
     "inner_optimizers",
     "keep_loss_scale_on_host",
     "main_parameters_of",
     "model_parameters",
     "owns_layer_wise",
+    "parameters_for_norm",
     "statistics_groups",
 ]
 
@@ -66,7 +70,7 @@ def model_parameters(
         if main is not None:
             found[main] = parameter
     known = {id(parameter) for parameter in candidates}
-    for parameter, shard in _fp32_shards(leaf):
+    for parameter, shard in _shards(leaf):
         if shard is not None and id(parameter) in known:
             found[shard] = parameter
     return {
@@ -91,16 +95,36 @@ def main_parameters_of(
     if main is not None:
         found.add(id(main))
     for leaf in leaves:
-        found |= {id(shard) for model, shard in _fp32_shards(leaf) if model is model_parameter}
+        found |= {id(shard) for model, shard in _shards(leaf) if model is model_parameter}
     return found
 
 
-def _fp32_shards(leaf: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
-    """(model parameter, this rank's shard) of what the distributed optimizer steps in place."""
-    groups = zip(
-        getattr(leaf, "model_fp32_groups", []), getattr(leaf, "shard_fp32_groups", []), strict=True
-    )
-    return [pair for models, shards in groups for pair in zip(models, shards, strict=True)]
+def _shards(leaf: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
+    """(model parameter, this rank's shard) of what the distributed optimizer steps in place: shards
+    in fp32, and with the precision-aware optimizer those in 16 bits, whose main parameters are
+    in the torch optimizer's state."""
+    kinds = ["fp32"] if gradient_attribute(leaf) == "grad" else ["fp32", "float16"]
+    return [
+        pair
+        for kind in kinds
+        for models, shards in zip(
+            getattr(leaf, f"model_{kind}_groups", []),
+            getattr(leaf, f"shard_{kind}_groups", []),
+            strict=True,
+        )
+        for pair in zip(models, shards, strict=True)
+    ]
+
+
+def gradient_attribute(optimizer: Any) -> str:
+    """Return the attribute in which the torch optimizers find a parameter's gradient.
+
+    With the precision-aware optimizer it is ``decoupled_grad``: the parameters are the model's, in
+    16 bits, and the gradients of another type.
+    """
+    config = getattr(optimizer, "config", None)
+    decoupled = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+    return "decoupled_grad" if decoupled else "grad"
 
 
 def owns_layer_wise(optimizer: Any) -> bool:
@@ -161,6 +185,31 @@ def gradients_for_norm(leaf: Any, parameters: list[torch.Tensor]) -> list[torch.
     finally:
         del leaf.get_parameters
     return gradients
+
+
+def parameters_for_norm(leaf: Any, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of an optimizer's parameters that count for the weights' norm on this rank, by
+    the rules of :func:`gradients_for_norm`."""
+    attribute = gradient_attribute(leaf)
+    gradients = [getattr(parameter, attribute, None) for parameter in parameters]
+    for parameter in parameters:
+        setattr(parameter, attribute, parameter.detach())
+    try:
+        return gradients_for_norm(leaf, parameters)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            setattr(parameter, attribute, gradient)
+
+
+def frozen_squares(model_chunk: Any) -> float:
+    """Return the sum of squares of the weights that no optimizer has, over all ranks.
+
+    A collective over all ranks.
+    """
+    from megatron.training.utils import calc_params_l2_norm
+
+    frozen = [p for p in model_chunk.parameters() if not p.requires_grad]
+    return float(calc_params_l2_norm([SimpleNamespace(parameters=lambda: frozen)])) ** 2
 
 
 def emerging_optimizers() -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import _get_shared_word_embedding_weight
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_attr_wrapped_model
 
 __all__ = [
@@ -21,7 +22,7 @@ __all__ = [
     "forward_step",
     "group_collection",
     "release_output",
-    "set_moe_loss_scale",
+    "set_auxiliary_loss_scales",
     "tensor_shapes",
     "tied_embedding",
 ]
@@ -117,10 +118,13 @@ def release_output(output: Any, config: Any) -> None:
     schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
 
 
-def set_moe_loss_scale(output: Any, *, num_microbatches: int, config: Any, groups: Any) -> None:
-    """Set the scale of the auxiliary losses' gradients for the backward of one microbatch.
+def set_auxiliary_loss_scales(
+    output: Any, *, num_microbatches: int, config: Any, groups: Any
+) -> None:
+    """Set the scales of the gradients of the routers' auxiliary losses and of the losses of
+    multi-token prediction, for the backward of one microbatch.
 
-    Megatron keeps it in a global that each forward sets.
+    Megatron keeps them in globals that each forward sets.
 
     Args:
         output: of the microbatch's forward.
@@ -128,17 +132,21 @@ def set_moe_loss_scale(output: Any, *, num_microbatches: int, config: Any, group
         config: the model's configuration.
         groups: see :func:`group_collection`.
     """
-    if getattr(config, "num_moe_experts", None) is None:
-        return
-    scale = _moe_loss_scale(config, schedules.get_tensor_device(output))
-    if not config.calculate_per_token_loss:
-        scale = scale * groups.cp.size() / num_microbatches
-    schedules.MoEAuxLossAutoScaler.set_loss_scale(scale)
+    batch = 1 if config.calculate_per_token_loss else num_microbatches
+    if getattr(config, "num_moe_experts", None) is not None:
+        scale = _loss_scale("moe", config, schedules.get_tensor_device(output))
+        if not config.calculate_per_token_loss:
+            scale = scale * groups.cp.size()
+        schedules.MoEAuxLossAutoScaler.set_loss_scale(scale / batch)
+    if getattr(config, "mtp_num_layers", None) is not None:
+        scale = _loss_scale("mtp", config, schedules.get_tensor_device(output))
+        MTPLossAutoScaler.set_loss_scale(scale / batch)
 
 
-def _moe_loss_scale(config: Any, device: Any) -> Any:
-    if hasattr(schedules, "_get_moe_loss_scale"):  # not in 0.18
-        return schedules._get_moe_loss_scale(config, device)
+def _loss_scale(kind: str, config: Any, device: Any) -> Any:
+    own = getattr(schedules, f"_get_{kind}_loss_scale", None)
+    if own is not None:  # not in 0.18
+        return own(config, device)
     scale = torch.ones(1, device=device)
     return scale if config.grad_scale_func is None else config.grad_scale_func(scale)
 

@@ -13,7 +13,16 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["Replacement", "applies", "apply", "constant", "is_for", "is_replaced", "resolve"]
+__all__ = [
+    "Replacement",
+    "applies",
+    "apply",
+    "constant",
+    "is_for",
+    "is_replaced",
+    "mark",
+    "resolve",
+]
 
 _MARK = "_megatron_async_hook"
 
@@ -94,13 +103,18 @@ def applies(row: Replacement, version: str) -> bool:
     )
 
 
+def mark(replacement: Any) -> None:
+    """Mark what replaces an attribute, so that it is not replaced twice."""
+    setattr(replacement, _MARK, True)
+
+
 def is_replaced(row: Replacement) -> bool:
-    """Return whether the row's attribute was replaced by a marked one, see :func:`apply`."""
+    """Return whether the row's attribute was replaced by a marked one, see :func:`mark`."""
     return bool(getattr(getattr(resolve(row.target), row.attribute), _MARK, False))
 
 
 def apply(
-    rows: Iterable[Replacement], version: str, *, mark: bool = False
+    rows: Iterable[Replacement], version: str, *, once: bool = False
 ) -> tuple[Replacement, ...]:
     """Replace the attributes of ``rows`` that are for ``version``, and return those rows.
 
@@ -110,7 +124,7 @@ def apply(
     Args:
         rows: of one table.
         version: of torch or of Megatron.
-        mark: mark what is replaced, and refuse to replace it twice.
+        once: refuse to replace what is marked already.
 
     Raises:
         RuntimeError: see :func:`applies`, or an attribute is replaced already. Nothing has been
@@ -118,12 +132,9 @@ def apply(
     """
     chosen = tuple(row for row in rows if applies(row, version))
     for row in chosen:
-        if mark and is_replaced(row):
+        if once and is_replaced(row):
             raise RuntimeError(f"{row.name} is replaced already")
     for row in chosen:
         holder = resolve(row.target)
-        replacement = row.make(getattr(holder, row.attribute))
-        if mark:
-            setattr(replacement, _MARK, True)
-        setattr(holder, row.attribute, replacement)
+        setattr(holder, row.attribute, row.make(getattr(holder, row.attribute)))
     return chosen

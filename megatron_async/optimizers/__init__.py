@@ -1,9 +1,10 @@
 """Optimizers by name: Megatron's own, and those that it lacks.
 
-Adan, MARS in its AdamW form and NorMuon are from here; their classes are in :mod:`.adan`,
-:mod:`.mars` and :mod:`.normuon`, and :mod:`.entries` puts them into Megatron's registry, from where
-Megatron builds, wraps and saves them like its own. Of Megatron's optimizers the records say what
-the checks and the planner need. To add one, write its class and register an :class:`Optimizer`::
+Adan, MARS in its AdamW form, NAdamW and NorMuon are from here; their classes are in :mod:`.adan`,
+:mod:`.mars`, :mod:`.nadamw` and :mod:`.normuon`, and :mod:`.entries` puts them into Megatron's
+registry, from where Megatron builds, wraps and saves them like its own. Of Megatron's optimizers
+the records say what the checks and the planner need. To add one, write its class and register an
+:class:`Optimizer`::
 
     from megatron_async import optimizers
 
@@ -66,6 +67,12 @@ def _mars() -> Any:
     from megatron_async.optimizers.entries import mars
 
     return mars()
+
+
+def _nadamw() -> Any:
+    from megatron_async.optimizers.entries import nadamw
+
+    return nadamw()
 
 
 def _normuon() -> Any:
@@ -188,6 +195,26 @@ register(
                 "--mars-gamma",
                 0.025,
                 "Strength of MARS's variance reduction; 0 leaves AdamW with clipping.",
+            ),
+        ),
+    )
+)
+register(
+    Optimizer(
+        name="nadamw",
+        title="NAdamW",
+        entry=_nadamw,
+        momentum_flag="--nadamw-beta1",
+        state_bytes=(8, 8),
+        # The setting of arXiv 2505.01099.
+        flags=(
+            _decay("--nadamw-beta1", 0.99, "Decay rate of NAdamW's average of gradients."),
+            _decay("--nadamw-beta2", 0.999, "Decay rate of NAdamW's average of their squares."),
+            _amount("--nadamw-eps", 1e-8, "Added to NAdamW's denominator."),
+            _amount(
+                "--nadamw-momentum-decay",
+                0.004,
+                "How fast NAdamW's momentum grows from half of --nadamw-beta1 to all of it.",
             ),
         ),
     )

@@ -13,7 +13,7 @@ from megatron_async.megatron.optimizers import emerging_optimizers
 from megatron_async.megatron.training import parsed_arguments
 from megatron_async.optimizers import OPTIMIZERS, own_names
 
-__all__ = ["adan", "mars", "normuon", "put_into_megatron"]
+__all__ = ["adan", "mars", "nadamw", "normuon", "put_into_megatron"]
 
 
 def put_into_megatron() -> None:
@@ -61,6 +61,17 @@ def mars() -> Any:
     )
 
 
+def nadamw() -> Any:
+    """Return NAdamW's entry."""
+    from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry
+
+    from megatron_async.optimizers.nadamw import NAdamW
+
+    return EmergingOptimizerEntry(
+        optimizer_cls=NAdamW, config_to_kwargs=_nadamw_kwargs, default_param_overrides={}
+    )
+
+
 def normuon() -> Any:
     """Return NorMuon's entry, with Megatron's default overrides: what is not a matrix, embeddings
     and the output layer go to Adam."""
@@ -100,6 +111,16 @@ def _mars_kwargs(config: Any, model_chunks: Any, pg_collection: Any) -> dict[str
         "eps": _setting(config, "mars_eps"),
         "gamma": _setting(config, "mars_gamma"),
         "pg_collection": pg_collection,
+    }
+
+
+def _nadamw_kwargs(config: Any, model_chunks: Any, pg_collection: Any) -> dict[str, Any]:
+    return {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "betas": tuple(_setting(config, f"nadamw_beta{index}") for index in (1, 2)),
+        "eps": _setting(config, "nadamw_eps"),
+        "momentum_decay": _setting(config, "nadamw_momentum_decay"),
     }
 
 

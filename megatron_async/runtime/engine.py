@@ -7,21 +7,27 @@ built its optimizer, before a checkpoint is loaded.
 """
 
 import argparse
+import atexit
+import multiprocessing
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_async.config.settings import AsyncConfig
 from megatron_async.corrections.base import DelayCorrection
-from megatron_async.megatron import training
+from megatron_async.megatron import moe, training
 from megatron_async.megatron.optimizers import (
+    frozen_squares,
     inner_optimizers,
     keep_loss_scale_on_host,
     model_parameters,
 )
+from megatron_async.megatron.packed_sequences import are_packed
 from megatron_async.megatron.pipeline import tied_embedding
 from megatron_async.runtime import random_state
 from megatron_async.runtime.counters.bubble import IdleCounter
@@ -29,6 +35,7 @@ from megatron_async.runtime.counters.correction_ratio import CorrectionRatio
 from megatron_async.runtime.counters.counter import Counter, Counters, Scalar
 from megatron_async.runtime.counters.exits import ExitVotes
 from megatron_async.runtime.counters.moe_metrics import MoEMetrics
+from megatron_async.runtime.counters.packed_sequences import PackedSequences
 from megatron_async.runtime.counters.saves import UNFINISHED, SaveWatch
 from megatron_async.runtime.interpreter import Interpreter
 from megatron_async.runtime.links import Links
@@ -38,7 +45,9 @@ from megatron_async.schedules import SCHEDULES
 from megatron_async.schedules.schedule import action_lists
 from megatron_async.schedules.validator import validate
 from megatron_async.update.deferred import DeferredUpdate, UpdateReport, scheduled
-from megatron_async.update.process_groups import gather_ranks
+from megatron_async.update.process_groups import gather_ranks, shared_or_new_groups
+from megatron_async.update.router_biases import RouterBiases
+from megatron_async.weights.batch_buffers import BatchBuffers
 from megatron_async.weights.drifting_stages import DriftingStages
 from megatron_async.weights.emulated_stages import EmulatedStages
 from megatron_async.weights.gradient_buffers import GradientBuffers
@@ -54,7 +63,21 @@ def attach(args: argparse.Namespace, model: list[Any], optimizer: Any) -> "Engin
         The engine; ``optimizer.step`` is its own from now on.
     """
     run.engine = Engine(args, model, optimizer)
+    if args.exit_signal_handler:
+        atexit.register(_end_workers)  # behind multiprocessing's own, and so run ahead of it
     return run.engine
+
+
+def _end_workers() -> None:
+    """End a data loader's workers, which do not end at SIGTERM with ``--exit-signal-handler``.
+
+    Whatever still refers to their iterator, such as the traceback of an error, multiprocessing
+    would send them SIGTERM at the end of the interpreter and wait for them for good.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises at killed workers
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 class Engine:
@@ -109,6 +132,10 @@ class Engine:
         self.moe: MoEMetrics | None = None
         if args.num_experts is not None:
             self.moe = MoEMetrics(args, batches=max(in_flight, 2))
+        self._router_sums = BatchBuffers(
+            moe.router_sums(self.model_chunk), batches=max(in_flight, 2)
+        )
+        self.router_biases = RouterBiases(self.weights)
         self.gradients = (
             GradientBuffers(self.model_chunk) if self.config.second_grad_buffer else None
         )
@@ -116,6 +143,12 @@ class Engine:
             # The hooks gather for whichever version a module runs on, recomputation included.
             self.model_chunk.disable_forward_pre_hook(param_sync=False)
         self._save_watch = SaveWatch()
+        self.packed: PackedSequences | None = None
+        if are_packed(args) and self.pipeline.deferred:
+            ranks = torch.distributed.get_world_size()
+            self.packed = PackedSequences(
+                copies=ranks // parallel_state.get_data_parallel_world_size()
+            )
         self.counters = Counters(self._make_counters())
         self.updates = Updates(
             args=args,
@@ -124,11 +157,15 @@ class Engine:
             corrections=self.corrections,
             counters=self.counters,
             moe=self.moe,
+            router_biases=self.router_biases,
             deferred=self._make_deferred(model_config) if self.pipeline.deferred else None,
             synchronous_step=self._synchronous_step,
             gather_ahead=self.pipeline.gather_ahead,
             staleness=lambda count: self.schedule.rule(self.pipeline, count).staleness(self.stage),
         )
+        self.loss_group = self._make_loss_group()
+        """The replicas, where their loss would be averaged behind a reduction in flight; None where
+        it is not."""
         links: Links | None = None
         if self.pipeline.extra_warmup:
             column = parallel_state.get_pipeline_model_parallel_group()
@@ -162,7 +199,8 @@ class Engine:
         model, optimizer, schedule = self.model_chunk, self.optimizer, self.schedule
         if emulated is None:
             kept = schedule.rule(self.pipeline, microbatches).kept(self.stage)
-            return WeightVersions(model, optimizer, count=kept)
+            biases = moe.router_biases(model)
+            return WeightVersions(model, optimizer, count=kept, buffers=biases)
         if not schedule.drifts:
             return EmulatedStages(model, optimizer, stages=emulated)
 
@@ -193,6 +231,8 @@ class Engine:
         counters: list[Counter] = [ExitVotes(self.args)]
         if self.args.async_save:
             counters.append(self._save_watch)
+        if self.packed is not None:
+            counters.append(self.packed)
         if self.config.log_bubble and run.bubble is not None:
             counters.append(IdleCounter(run.bubble))
         writes = bool(self.args.tensorboard_dir or getattr(self.args, "wandb_project", ""))
@@ -212,10 +252,20 @@ class Engine:
             norm_scope=self.config.grad_norm_scope,
             calculate_per_token_loss=model_config.calculate_per_token_loss,
             count_zeros=self.optimizer.config.log_num_zeros_in_grad,
+            norm_parameters=bool(self.args.log_params_norm),
             copy_gradients=self.gradients is None,
             timeout_minutes=self.args.distributed_timeout_minutes,
             waiting=run.waiting,
         )
+
+    def _make_loss_group(self) -> Any:
+        if self.gradients is None or self.pipeline.replicas == 1:
+            return None
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        [group] = shared_or_new_groups(
+            [gather_ranks(replicas)], timeout_minutes=self.args.distributed_timeout_minutes
+        )
+        return group
 
     # Training iterations
 
@@ -322,6 +372,8 @@ class Engine:
     def _go_asynchronous(self) -> None:
         self.asynchronous_now = True
         if self.pipeline.deferred:
+            if self.args.log_params_norm:
+                self.updates.set_frozen_squares(frozen_squares(self.model_chunk))
             # They synchronise the device, bucket by bucket amid the last backward; the update
             # checks the norm of them all.
             self.model_chunk.ddp_config.check_for_nan_in_grad = False
@@ -391,6 +443,7 @@ class Engine:
         """Let what is summed up per batch go to ``batch``."""
         if self.moe is not None:
             self.moe.select(batch)
+        self._router_sums.select(batch)
         if self.gradients is not None:
             self.gradients.select(batch)
 
@@ -411,6 +464,11 @@ class Engine:
             run.fingerprints.start(version=batch + 1)
 
     # What Megatron's loop asks between iterations
+
+    @property
+    def drained(self) -> bool:
+        """Whether no stage has a microbatch of a later iteration in flight."""
+        return self._last
 
     def agreed(self, question: str) -> bool | None:
         """Whether any rank was for it at the end of the iteration before the last.
@@ -438,6 +496,8 @@ class Engine:
         found: list[Scalar] = []
         for report in self.updates.reports:
             found.append(("update-grad-norm", report.grad_norm, report.iteration))
+            if report.params_norm is not None:
+                found.append(("update-params-norm", report.params_norm, report.iteration - 1))
             found += self.counters.scalars(report.counted, report.iteration)
         self.updates.reports.clear()
         iteration = self.args.curr_iteration + 1

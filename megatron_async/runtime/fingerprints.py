@@ -27,7 +27,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_async.megatron.optimizers import inner_optimizers, model_parameters
+from megatron_async.megatron.optimizers import (
+    gradient_attribute,
+    inner_optimizers,
+    model_parameters,
+)
 from megatron_async.runtime import random_state
 from megatron_async.runtime.run import run
 
@@ -98,6 +102,7 @@ class Fingerprints:
         for chunk in model_chunks:
             names |= parameter_names(chunk)
         leaves = inner_optimizers(optimizer)
+        self._gradient = gradient_attribute(optimizer)
         for number, leaf in enumerate(leaves):
             own = {
                 parameter: names[model]
@@ -127,8 +132,9 @@ class Fingerprints:
     def _before(self, names: dict[torch.Tensor, str]) -> Any:
         def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for parameter, name in names.items():
-                if parameter.grad is not None:
-                    self._tensor("gradient", name, parameter.grad)
+                gradient = getattr(parameter, self._gradient, None)
+                if gradient is not None:
+                    self._tensor("gradient", name, gradient)
 
         return hook
 

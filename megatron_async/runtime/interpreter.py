@@ -226,6 +226,9 @@ class Interpreter:
                 self._unsynchronised.enter_context(config.no_sync_func())
             self._perform(actions[:step_from])
         self._closing = actions[step_from:]
+        # Only forwards read it. Held until the process ends, it would keep a data loader's workers
+        # alive, and with --exit-signal-handler these do not end at SIGTERM: the exit would hang.
+        self._now.data_iterator = None
         self.total_num_tokens = self._tokens
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -383,7 +386,7 @@ class Interpreter:
         self._select(action)
         self.weights.before_backward(action.batch, action.microbatch)
         # The last forward was of another batch, perhaps of another number of microbatches.
-        megatron_pipeline.set_moe_loss_scale(
+        megatron_pipeline.set_auxiliary_loss_scales(
             _only(done.output),
             num_microbatches=done.num_microbatches,
             config=config,

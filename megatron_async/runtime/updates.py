@@ -16,6 +16,7 @@ from megatron_async.runtime.interpreter import Handler
 from megatron_async.runtime.run import run
 from megatron_async.schedules.actions import Action, Kind
 from megatron_async.update.deferred import DeferredUpdate, Scheduled, UpdateReport
+from megatron_async.update.router_biases import RouterBiases
 from megatron_async.weights.versions import WeightVersions
 
 __all__ = ["Updates"]
@@ -31,6 +32,7 @@ class Updates:
         corrections: of the optimizers of this rank.
         counters: their numbers travel with deferred updates.
         moe: metrics of a mixture of experts, if it is one.
+        router_biases: what an update gives its version beside the optimizer's step.
         deferred: launches and completes; None without ``--deferred-update``.
         synchronous_step: Megatron's own ``optimizer.step``.
         gather_ahead: new versions are gathered by actions of their own.
@@ -47,6 +49,7 @@ class Updates:
         corrections: list[DelayCorrection],
         counters: Counters,
         moe: MoEMetrics | None,
+        router_biases: RouterBiases,
         deferred: DeferredUpdate | None,
         synchronous_step: Callable[[], Any],
         gather_ahead: bool,
@@ -61,6 +64,7 @@ class Updates:
         self._corrections = corrections
         self._counters = counters
         self._moe = moe
+        self._router_biases = router_biases
         self._deferred = deferred
         self._synchronous_step = synchronous_step
         self._gather_ahead = gather_ahead
@@ -122,7 +126,12 @@ class Updates:
             self.reports = [report]
             stagewise = report.stagewise
             if self._moe is not None and stagewise is not None and len(stagewise) == self._moe.size:
-                self._moe.resume(stagewise)
+                self._moe.resume(stagewise, iteration=report.iteration)
+
+    def set_frozen_squares(self, squares: float) -> None:
+        """Let the reported norm of the weights count those that are not trained."""
+        if self._deferred is not None:
+            self._deferred.frozen_squares = squares
 
     def settle(self, finish_reduction: Callable[[int], None]) -> None:
         """Do all that is pending: the newest version is then that of the last batch, complete.
@@ -214,9 +223,10 @@ class Updates:
             run.fingerprints.begin(iteration=iteration, version=batch + 1)
 
     def _made(self, report: UpdateReport) -> None:
+        self._router_biases.publish()
         self._ungathered = self._weights.newest if self._gather_ahead else None
         self.reports.append(report)
         self.last_report = report
         self._counters.receive(report.batch, report.counted)
         if self._moe is not None and report.stagewise is not None:
-            self._moe.set_totals(report.stagewise)
+            self._moe.set_totals(report.stagewise, iteration=report.iteration)

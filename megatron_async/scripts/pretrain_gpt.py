@@ -11,7 +11,7 @@ the script of Megatron-LM (:data:`NOT_HERE`) ends in an error that says so.
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     StragglerDetector,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
 )
 from megatron.training import get_args, get_timers, print_rank_0
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_async.megatron.gpt import batch_on_this_tp_rank, pretrain
@@ -39,7 +40,6 @@ NOT_HERE = (
     "sft",
     "fim_data",
     "logits_load_dir",
-    "mtp_num_layers",
     "hybrid_context_parallel",
     "dataloader_inter_document_masking",
     "overlap_moe_expert_parallel_comm",
@@ -72,16 +72,16 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 def read_microbatch(data_iterator: Iterator[Batch], *, vp_stage: int | None) -> Batch:
     """Return the next microbatch on this rank.
 
-    Only the first tensor-parallel rank of the first and the last stage reads data. Its tensors, of
-    shape (microbatch, sequence), go to the other tensor-parallel ranks, and under context
-    parallelism each rank keeps its part of the sequence.
+    Only the first tensor-parallel rank of the first and the last stage reads data, and of one that
+    predicts further tokens. Its tensors, of shape (microbatch, sequence), go to the other
+    tensor-parallel ranks, and under context parallelism each rank keeps its part of the sequence.
 
     Returns:
         The fields of the microbatch; all of them None on the stages in between.
     """
     args = get_args()
     batch: Batch = dict.fromkeys(_FIELDS)
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not _stage_reads_data(vp_stage):
         return batch
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     if tp_rank == 0:
@@ -99,7 +99,7 @@ def read_microbatch(data_iterator: Iterator[Batch], *, vp_stage: int | None) -> 
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=_predicts_further(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
@@ -161,7 +161,27 @@ def forward_step(
 
 def _reads_data(vp_stage: int | None) -> bool:
     first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
-    return first_of_tp and bool(is_first_or_last_pipeline_stage(vp_stage))
+    return first_of_tp and _stage_reads_data(vp_stage)
+
+
+def _stage_reads_data(vp_stage: int | None) -> bool:
+    return bool(is_first_or_last_pipeline_stage(vp_stage)) or _predicts_further(vp_stage)
+
+
+@lru_cache
+def _predicts_further(vp_stage: int | None) -> bool:
+    """Whether this stage has layers of multi-token prediction, which need tokens and labels."""
+    args = get_args()
+    if not args.mtp_num_layers:
+        return False
+    return bool(
+        mtp_on_this_rank(
+            layout=core_transformer_config_from_args(args).pipeline_model_parallel_layout,
+            mtp_num_layers=args.mtp_num_layers,
+            ignore_virtual=False,
+            vp_stage=vp_stage,
+        )
+    )
 
 
 def _dataset_config(args: Namespace) -> Any:
@@ -213,10 +233,14 @@ def build_datasets(num_samples: list[int | None], vp_stage: int | None = None) -
 
 
 def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold word embeddings: the last one only if they are tied."""
+    """The ranks of a pipeline that hold word embeddings: the first one, the last one if they are
+    tied, and those that predict further tokens."""
+    args = get_args()
     ranks = {pp_ranks[0]}
-    if not get_args().untie_embeddings_and_output_weights:
+    if not args.untie_embeddings_and_output_weights:
         ranks.add(pp_ranks[-1])
+    if args.mtp_num_layers:
+        ranks.update(get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args)))
     return sorted(ranks)
 
 

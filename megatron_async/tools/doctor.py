@@ -236,8 +236,17 @@ def _hooks() -> Finding:
         for hook in hooks.HOOKS
         if is_for(hook, version)
     ]
-    state = "installed" if hooks.installed() else "not installed in this process, as it should be"
-    return _attributes("hooks", names, state)
+    found = _attributes("hooks", names, "not installed in this process, as it should be")
+    if found.status is not Status.OK or not hooks.installed():
+        return found
+    if not hooks.in_source():
+        return _attributes("hooks", names, "installed")
+    try:
+        hooks.check_source()
+    except RuntimeError as error:
+        fix = "apply the patch for this release, see patches/README.md"
+        return Finding(Status.FAIL, "hooks", str(error), fix)
+    return _attributes("hooks", names, "called by Megatron's source, which was patched")
 
 
 def _cpu_backend() -> Finding:

@@ -9,6 +9,7 @@ Megatron is replaced beyond the call.
 import argparse
 import contextlib
 import copy
+import inspect
 import io
 import linecache
 import logging
@@ -23,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
+from megatron_async import hooks
 from megatron_async.config import validation
 from megatron_async.config.arguments import add_arguments, mend_help
 from megatron_async.config.settings import AsyncConfig, set_defaults
@@ -108,7 +110,7 @@ def _judge(command: TrainingCommand) -> Verdict:
 
 
 def _launching(command: TrainingCommand, facts: Facts) -> list[str]:
-    if command.launched is not False or not facts.flags_given:
+    if command.launched is not False or not facts.flags_given or hooks.in_source():
         return []
     script = Path(command.script)
     if script.is_file() and "megatron_async" in script.read_text(errors="replace"):
@@ -129,6 +131,8 @@ def _parsed(argv: list[str], *, cpu: bool) -> argparse.Namespace:
     from megatron.training.arguments import parse_args
 
     def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if hooks.in_source():
+            return parser  # has them
         return mend_help(add_optimizer_arguments(add_arguments(parser)))
 
     said = io.StringIO()
@@ -220,6 +224,8 @@ def _validated(args: argparse.Namespace) -> tuple[argparse.Namespace, str | None
     from megatron.training.arguments import validate_args
 
     args = copy.deepcopy(args)
+    if hooks.in_source():
+        validate_args = inspect.unwrap(validate_args)  # without our checks
     try:
         validate_args(args)
     except (Exception, SystemExit) as error:

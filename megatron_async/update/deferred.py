@@ -23,10 +23,12 @@ from megatron.core import parallel_state
 
 from megatron_async.megatron.data_parallel import ddp_buffers
 from megatron_async.megatron.optimizers import (
+    gradient_attribute,
     gradients_for_norm,
     inner_optimizers,
     main_parameters_of,
     owns_layer_wise,
+    parameters_for_norm,
     statistics_groups,
 )
 from megatron_async.update.exchange import Exchange, StageExchange
@@ -43,7 +45,7 @@ __all__ = ["DeferredUpdate", "Scheduled", "UpdateReport", "scheduled"]
 type Scheduled = list[tuple[dict[str, Any], dict[str, Any]]]
 """(parameter group, the values that the scheduler had set)."""
 
-_SQUARES, _ZEROS, _TOKENS, _REST = range(4)
+_SQUARES, _ZEROS, _PARAMETERS, _TOKENS, _REST = range(5)
 """Slots of the message; behind them what the caller wants summed, ``counted`` before
 ``stagewise``."""
 
@@ -68,6 +70,8 @@ class UpdateReport:
     grad_norm: float = 0.0
     """Before clipping, of the batch-averaged gradient."""
     num_zeros: int | None = None
+    params_norm: float | None = None
+    """Of the weights before the update: all that its launch can know of."""
     counted: list[float] | None = None
     """Sums over all ranks of what they passed to the launch, if they did."""
     stagewise: list[float] | None = None
@@ -104,6 +108,7 @@ class DeferredUpdate:
         norm_scope: "global" clips by the norm over all stages, "stage" by the stage's own.
         calculate_per_token_loss: divide the gradients by the number of tokens of the batch.
         count_zeros: report the number of zeros in the gradients.
+        norm_parameters: report the norm of the weights before the update.
         copy_gradients: copy them out of the accumulation buffers, which hold another batch's by the
             time of the completion; False if those keep still until then.
         timeout_minutes: of the process groups made here.
@@ -122,6 +127,7 @@ class DeferredUpdate:
         norm_scope: str = "global",
         calculate_per_token_loss: bool = False,
         count_zeros: bool = False,
+        norm_parameters: bool = False,
         copy_gradients: bool = True,
         timeout_minutes: float | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -129,10 +135,14 @@ class DeferredUpdate:
         self._waiting = waiting
         self._optimizer = optimizer
         self._leaves = inner_optimizers(optimizer)
+        self._attribute = gradient_attribute(optimizer)
         self._weights = weights
         self._norm_scope = norm_scope
         self._per_token = calculate_per_token_loss
         self._count_zeros = count_zeros
+        self._norm_parameters = norm_parameters
+        self.frozen_squares = 0.0
+        """Sum of squares of the weights that are not trained, over all ranks."""
         self._num_counted = num_counted
         self._num_stagewise = num_stagewise
         self._pending: _Pending | None = None
@@ -227,10 +237,10 @@ class DeferredUpdate:
             for work in works:
                 work.wait()
             works = []
-            message[:_TOKENS] += self._stage_sums(tied=True)
+            message[:_TOKENS] += self._stage_sums(tied=True, parameters=self._norm_parameters)
         exchange = self._across.post(message)
         for parameter, _ in gradients:
-            parameter.grad = None
+            self._set_gradient(parameter, None)
         self._pending = _Pending(
             batch=batch,
             iteration=iteration,
@@ -287,13 +297,16 @@ class DeferredUpdate:
             succeeded=succeeded,
             grad_norm=norm,
             num_zeros=int(sums[_ZEROS]) if self._count_zeros else None,
+            params_norm=math.sqrt(max(sums[_PARAMETERS], 0.0) + self.frozen_squares)
+            if self._norm_parameters
+            else None,
             counted=sums[_REST:behind_counted] if pending.counted else None,
             stagewise=sums[behind_counted:] if pending.stagewise else None,
         )
 
     def _step(self, pending: _Pending) -> bool:
         for parameter, gradient in pending.gradients:
-            parameter.grad = gradient
+            self._set_gradient(parameter, gradient)
         scheduled = [
             {key: group[key] for key in values} for group, values in pending.hyperparameters
         ]
@@ -306,7 +319,10 @@ class DeferredUpdate:
             for (group, _), values in zip(pending.hyperparameters, scheduled, strict=True):
                 group.update(values)
             for parameter, _ in pending.gradients:
-                parameter.grad = None
+                self._set_gradient(parameter, None)
+
+    def _set_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        setattr(parameter, self._attribute, gradient)
 
     def _take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copy every gradient that lies in an accumulation buffer; the others are ours already."""
@@ -315,7 +331,7 @@ class DeferredUpdate:
         targets: list[torch.Tensor] = []
         for leaf in self._leaves:
             for parameter in leaf.get_parameters():
-                gradient = parameter.grad
+                gradient = getattr(parameter, self._attribute, None)
                 if gradient is None:
                     continue
                 if gradient.untyped_storage().data_ptr() in self._accumulators:
@@ -324,7 +340,8 @@ class DeferredUpdate:
                         copy = self._copies[parameter] = torch.empty_like(gradient)
                     sources.append(gradient)
                     targets.append(copy)
-                    parameter.grad = gradient = copy
+                    gradient = copy
+                    self._set_gradient(parameter, copy)
                 taken.append((parameter, gradient))
         if sources:
             torch._foreach_copy_(targets, sources)
@@ -343,7 +360,7 @@ class DeferredUpdate:
         for i, (parameter, _) in enumerate(gradients):
             if id(parameter) in self._tied_main:
                 gradients[i] = (parameter, whole)
-                parameter.grad = whole
+                self._set_gradient(parameter, whole)
         return [whole]
 
     def _partial_sums(
@@ -363,7 +380,7 @@ class DeferredUpdate:
             dtype=torch.float64,
             device=torch.cuda.current_device(),
         )
-        message[:_TOKENS] = self._stage_sums(tied=False)
+        message[:_TOKENS] = self._stage_sums(tied=False, parameters=self._norm_parameters)
         # Ranks of one tensor-parallel group have the same tokens; count them once.
         if (
             self._per_token
@@ -379,21 +396,24 @@ class DeferredUpdate:
             message[behind_counted:] = stagewise
         return message
 
-    def _stage_sums(self, *, tied: bool) -> torch.Tensor:
-        """Return [sum of squares, number of zeros] of the gradients, summed over the ranks of this
-        stage that Megatron sums over: of the tied embedding's, or of all others."""
+    def _stage_sums(self, *, tied: bool, parameters: bool = False) -> torch.Tensor:
+        """Return [sum of squares, number of zeros] of the gradients and the sum of squares of the
+        newest weights (0 unless `parameters`), summed over the ranks of this stage that Megatron
+        sums over: of the tied embedding, or of all others."""
         device = torch.cuda.current_device()
-        total = torch.zeros(2, dtype=torch.float64, device=device)
+        total = torch.zeros(_TOKENS, dtype=torch.float64, device=device)
         sums: dict[Ranks, torch.Tensor] = {}
         for leaf, ranks in zip(self._leaves, self._leaf_inside, strict=True):
             part = sums.setdefault(ranks, torch.zeros_like(total))
-            parameters = [p for p in leaf.get_parameters() if (id(p) in self._tied_main) == tied]
-            gradients = gradients_for_norm(leaf, parameters)
+            own = [p for p in leaf.get_parameters() if (id(p) in self._tied_main) == tied]
+            if parameters:
+                part[_PARAMETERS] += self._parameter_squares(leaf, own)
+            gradients = gradients_for_norm(leaf, own)
             if not gradients:
                 continue
-            part[0] += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            part[_SQUARES] += _squares(gradients)
             if self._count_zeros:
-                part[1] += sum(g.numel() - torch.count_nonzero(g) for g in gradients)
+                part[_ZEROS] += sum(g.numel() - torch.count_nonzero(g) for g in gradients)
         for ranks, part in sums.items():
             group = self._inside_groups[ranks]
             if group is not None:
@@ -401,11 +421,27 @@ class DeferredUpdate:
             total += part
         return total
 
+    def _parameter_squares(self, leaf: Any, parameters: list[torch.Tensor]) -> torch.Tensor | float:
+        """Return this rank's sum of squares of the newest version of an optimizer's parameters."""
+        # In 16 bits they are fp32 copies of the newest version; else they follow the model's.
+        before = self._weights.selected
+        self._weights.select(self._weights.newest)
+        try:
+            counted = parameters_for_norm(leaf, parameters)
+            return _squares(counted) if counted else 0.0
+        finally:
+            self._weights.select(before)
+
     def _own_squares(self, pending: _Pending) -> float:
         """The stage's own sum of squares, the tied embedding's summed gradient included."""
         for parameter, gradient in pending.gradients:
-            parameter.grad = gradient
+            self._set_gradient(parameter, gradient)
         return float((self._stage_sums(tied=False) + self._stage_sums(tied=True))[0])
+
+
+def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
+    # In fp32, also of gradients in bf16 (--main-grads-dtype).
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).double().square().sum()
 
 
 def _stage_of_each_rank() -> list[int]:

@@ -36,16 +36,26 @@ class WeightVersions:
         model_chunk: Megatron's ``DistributedDataParallel``.
         optimizer: Megatron's optimizer of that chunk; its views of the weights are repointed too.
         count: how many versions are kept, the newest included. With one, updates are made in place.
+        buffers: of the model, what an update changes beside the parameters.
 
     Raises:
         ValueError: ``count`` < 1.
     """
 
-    def __init__(self, model_chunk: Any, optimizer: Any, *, count: int = 2) -> None:
+    def __init__(
+        self,
+        model_chunk: Any,
+        optimizer: Any,
+        *,
+        count: int = 2,
+        buffers: Sequence[torch.Tensor] = (),
+    ) -> None:
         if count < 1:
             raise ValueError(f"there is at least one weight version, got {count}")
         self.count = count
         self._parameters = [p for p in model_chunk.parameters() if p.requires_grad]
+        self.versioned: list[torch.Tensor] = [*self._parameters, *buffers]
+        """All that has versions: the trainable parameters, then the buffers."""
         self._flat_buffers = [
             buffer for buffer in ddp_buffers(model_chunk) if buffer.param_data is not None
         ]
@@ -58,7 +68,7 @@ class WeightVersions:
             ]
             for buffer in self._flat_buffers
         }
-        mine = [p.data for p in self._parameters]
+        mine = [each.data for each in self.versioned]
         views = [self._twin_views(data) for data in mine]
         twins = [
             [data.clone() for _ in range(count - 1)] if found is None else found
@@ -157,8 +167,8 @@ class WeightVersions:
             self._repoint_shards(side)
 
     def _repoint_parameters(self, side: int) -> None:
-        for parameter, data in zip(self._parameters, self._data[side], strict=True):
-            parameter.data = data
+        for each, data in zip(self.versioned, self._data[side], strict=True):
+            each.data = data
 
     def _repoint_flat_buffers(self, side: int) -> None:
         """What all-gathers of the parameters write to, and where main parameters are copied to."""
@@ -228,7 +238,7 @@ class WeightVersions:
         self.restart(newest=state["newest"])
 
     def set_previous(self, values: Sequence[torch.Tensor]) -> None:
-        """Set the version before the newest, from one tensor per trainable parameter.
+        """Set the version before the newest, from one tensor for each of :attr:`versioned`.
 
         Raises:
             ValueError: the number of tensors or a shape differs, or one version alone is kept.
@@ -245,17 +255,18 @@ class WeightVersions:
                 target.copy_(value)
 
     def tensors(self, version: int) -> list[torch.Tensor]:
-        """Return the data of every trainable parameter at ``version`` (views, not copies).
-
-        Order and shapes are those of ``parameters()`` with ``requires_grad``.
-        """
+        """Return the data of each of :attr:`versioned` at ``version`` (views, not copies)."""
         self._check(version)
         return self._data[self._side(version)]
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The trainable parameters, in the order of :meth:`tensors`."""
+        """The trainable parameters, in the order of ``parameters()``."""
         return self._parameters
+
+    def buffers(self, version: int) -> list[torch.Tensor]:
+        """Return the data of the buffers at ``version`` (not copies), in the order given."""
+        return self.tensors(version)[len(self._parameters) :]
 
     def storages(self, version: int) -> list[torch.UntypedStorage]:
         """The unique storages that hold ``version``, to count memory by."""

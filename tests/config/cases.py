@@ -84,6 +84,7 @@ def validate(
 
 VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
 MOE = ["--num-experts", "8"]
+MTP = ["--mtp-num-layers", "1"]
 STAGE_NORM = ["--grad-norm-scope", "stage"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 UNDEFERRED = ["--no-deferred-update"]
@@ -201,13 +202,20 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
             ("--mars-beta2", "2"),
             ("--mars-eps", "inf"),
             ("--mars-gamma", "nan"),
+            ("--nadamw-beta1", "1"),
+            ("--nadamw-beta2", "nan"),
+            ("--nadamw-eps", "-1"),
+            ("--nadamw-momentum-decay", "inf"),
             ("--normuon-beta2", "1"),
             ("--normuon-eps", "nan"),
             ("--normuon-update-rms", "0"),
         )
     },
     "yaml_cfg": (["--yaml-cfg", "config.yaml"], {}),
-    "cpu_context_parallel": (["--cpu", "--context-parallel-size", "2"], {}),
+    "cpu_context_parallel": (
+        ["--cpu", "--context-parallel-size", "2", "--window-size", "8,0"],
+        {},
+    ),
     "undeferrable_schedule": ([*PIPEDREAM, "--deferred-update"], {}),
     "tied_look_ahead": (
         [*PIPEDREAM, "--delay-correction", "weight-prediction"],
@@ -224,6 +232,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "emulation_in_pipeline": ([*PIPEDREAM, *EMULATED], {}),
     "emulation_uneven": (
         [*PIPEDREAM, *ONE_STAGE, *EMULATED, "--decoder-first-pipeline-num-layers", "3"],
+        {},
+    ),
+    "emulation_router_bias": (
+        [*PIPEDREAM, *ONE_STAGE, *EMULATED, *MOE, "--moe-router-enable-expert-bias"],
         {},
     ),
     "emulation_undivided": (
@@ -275,8 +287,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "cpu_offloading_num_layers": (["--cpu-offloading-num-layers", "1"], {}),
     "use_ring_exchange_p2p": (["--use-ring-exchange-p2p"], {}),
     "hybrid_context_parallel": (["--hybrid-context-parallel"], {}),
-    "sft": (["--sft"], {}),
-    "dataloader_inter_document_masking": (["--dataloader-inter-document-masking"], {}),
+    "packed_microbatches": (["--micro-batch-size", "2", "--sft"], {}),
     "variable_seq_lengths": ([], {"variable_seq_lengths": True}),
     "num_microbatches_with_partial_activation_checkpoints": (
         [],
@@ -314,27 +325,26 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--overlap-param-gather-with-optimizer-step"],
         {},
     ),
-    "moe_router_enable_expert_bias": ([*MOE, "--moe-router-enable-expert-bias"], {}),
-    "global_aux_loss": (
-        [*MOE, "--moe-router-load-balancing-type", "aux_loss", "global_aux_loss"],
-        {},
-    ),
-    "quantile_balancing": (
-        [*MOE, "--moe-router-load-balancing-type", "quantile_balancing"],
-        {"moe_router_load_balancing_type": "quantile_balancing"},
-    ),
     "moe_single_grouped_weight": ([*MOE, "--moe-single-grouped-weight"], {}),
     "moe_single_grouped_bias": ([*MOE, "--moe-single-grouped-bias"], {}),
     "moe_paged_stash": ([*MOE, "--moe-paged-stash"], {}),
     "moe_expert_rank_capacity_factor": ([*MOE, "--moe-expert-rank-capacity-factor", "1.2"], {}),
     "moe_enable_routing_replay": ([*MOE, "--moe-enable-routing-replay"], {}),
-    "use_precision_aware_optimizer": (["--use-precision-aware-optimizer"], {}),
+    "use_precision_aware_optimizer": (
+        ["--use-precision-aware-optimizer", "--delay-correction", "error-feedback"],
+        {},
+    ),
     "optimizer_cpu_offload": (["--optimizer-cpu-offload"], {}),
     "qk_clip": (["--qk-clip"], {}),
     "num_distributed_optimizer_instances": (["--num-distributed-optimizer-instances", "2"], {}),
     "grad_norm_skip_threshold": ([], {"grad_norm_skip_threshold": 5.0}),
     "freeze_all_layers": (["--freeze-all-layers"], {}),
-    "mtp_num_layers": (["--mtp-num-layers", "1"], {}),
+    "mtp_before_the_last_stage": (
+        [*MTP, *UNTIED, "--pipeline-model-parallel-layout", "Ett|tt|ttm|ttL"],
+        {},
+    ),
+    "mtp_tied": (MTP, {}),
+    "mtp_hybrid": ([*MTP, *UNTIED, "--hybrid-layer-pattern", "*-*-*-*-"], {}),
     "decoder_num_layers": (["--decoder-num-layers", "4"], {}),
     "decoder_seq_length": (["--decoder-seq-length", "32"], {}),
     "enable_mhc_connections": ([], {"enable_mhc_connections": True}),
@@ -344,14 +354,13 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "vision_pretraining": (["--vision-pretraining"], {}),
     "perform_rl_step": (["--perform-rl-step"], {}),
     "iterations_to_skip": (["--iterations-to-skip", "3", "4"], {}),
-    "external_dataloader": (["--dataloader-type", "external"], {}),
+    "dataloader_save": (["--dataloader-type", "external"], {"dataloader_save": "there"}),
     "full_validation": (["--full-validation"], {}),
     "phase_transition_iterations": (["--phase-transition-iterations", "10"], {}),
     "rerun_report_stats": (["--rerun-mode", "report_stats"], {}),
     "inprocess_restart": (["--inprocess-restart"], {}),
     "adlr_autoresume": (["--adlr-autoresume"], {}),
     "fake_process_group": (["--fake-process-group"], {}),
-    "log_params_norm": (["--log-params-norm"], {}),
     "save_wgrads_interval": (["--save-wgrads-interval", "5"], {}),
     "save_dgrads_interval": (["--save-dgrads-interval", "5"], {}),
     "save_activations_interval": (["--save-activations-interval", "5"], {}),

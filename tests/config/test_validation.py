@@ -49,6 +49,10 @@ from tests.support.torchrun import run_torchrun
         (["--exit-signal-handler", "--exit-duration-in-mins", "5", "--exit-interval", "3"], 4),
         (["--log-num-zeros-in-grad", "--check-weight-hash-across-dp-replicas-interval", "5"], 4),
         (["--calculate-per-token-loss", "--log-pipeline-bubble"], 4),
+        (["--log-params-norm", "--log-throughput", "--dataloader-type", "external"], 4),
+        (["--sft"], 4),
+        (["--dataloader-inter-document-masking"], 4),
+        (["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"], 4),
         (["--dataloader-type", "cyclic", "--async-start-iteration", "5"], 4),
         (["--ckpt-assume-constant-structure", "--async-save"], 4),
         (["--eval-iters", "0", "--use-tp-pp-dp-mapping"], 8),
@@ -96,6 +100,7 @@ def test_megatrons_own_checks_leave_what_the_rules_read(parser: argparse.Argumen
         ("lion", "lion_beta1", "--lion-beta1"),
         ("adan", "adan_beta1", "--adan-beta1"),
         ("mars", "mars_beta1", "--mars-beta1"),
+        ("nadamw", "nadamw_beta1", "--nadamw-beta1"),
     ],
 )
 @pytest.mark.parametrize("adaptive_muon_runs", [True], indirect=True)
@@ -103,7 +108,9 @@ def test_megatrons_own_checks_leave_what_the_rules_read(parser: argparse.Argumen
 def test_momentum_of_each_optimizer(
     parser: argparse.ArgumentParser, optimizer: str, dest: str, flag: str
 ) -> None:
-    args = parse(parser, [*PLAIN, *ASYNC, "--delay-correction", "error-feedback"])
+    # A sign is not to be corrected, which is warned of.
+    correction = "none" if optimizer == "lion" else "error-feedback"
+    args = parse(parser, [*PLAIN, *ASYNC, "--delay-correction", correction])
     vars(args).update({"optimizer": optimizer, dest: 0.9})
     assert check(args, FACTS) == []
     setattr(args, dest, 0.89)
@@ -322,14 +329,14 @@ def test_launcher_ends_a_job_of_two_ranks_with_one_list_of_problems() -> None:
     argv = gpt_args(
         pipeline_model_parallel_size=2,
         pipeline_schedule="pipedream-2bw",
-        log_params_norm=True,
+        save_dgrads_interval=5,
         save_params_interval=5,
     )
     result = run_torchrun(2, argv, launcher="plugin", check=False)
     assert result.returncode == 1
     assert result.crashed == []
     printed = [rank.stdout + rank.stderr for rank in result.ranks]
-    for flag in ("--log-params-norm: ", "--save-params-interval: "):
+    for flag in ("--save-dgrads-interval: ", "--save-params-interval: "):
         assert [text.count(flag) for text in printed] == [1, 0]
     assert "2 problems" in printed[0]
     assert not any("Traceback" in text for text in printed)

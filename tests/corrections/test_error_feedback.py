@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_async.corrections.base import UPDATE, correction_of
 from megatron_async.corrections.error_feedback import ErrorFeedback
@@ -208,6 +209,43 @@ def test_measures_its_size() -> None:
     change, size = correction.squares
     assert float(change) == pytest.approx(6 * (0.5 * (4 - 1)) ** 2)
     assert float(size) == pytest.approx(6 * 4.0**2)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what PyTorch would launch, each of which is a kernel or a few on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(parameters: int, *, corrected: bool, measure: bool = False) -> int:
+    """In the third step, which is like all others; with those of the harness."""
+    optimizer = torch.optim.AdamW(
+        [torch.nn.Parameter(torch.zeros(5, 7)) for _ in range(parameters)], lr=0.1, foreach=True
+    )
+    correction = _corrected(optimizer) if corrected else None
+    for gradient in _gradients([(5, 7)] * parameters, steps=2):
+        _step(optimizer, gradient)
+    if correction is not None:
+        correction.measure = measure
+    (gradients,) = _gradients([(5, 7)] * parameters, steps=1)
+    with _Operations() as operations:
+        _step(optimizer, gradients)
+    return operations.number
+
+
+def test_only_measuring_takes_kernels_of_each_parameter() -> None:
+    def for_eight_more(**settings: bool) -> int:
+        return _operations(9, **settings) - _operations(1, **settings)
+
+    without = for_eight_more(corrected=False)
+    assert for_eight_more(corrected=True) == without
+    assert for_eight_more(corrected=True, measure=True) >= without + 8 * 10
 
 
 def test_one_buffer_for_each_parameter() -> None:

@@ -44,11 +44,12 @@ def test_adds_the_flags_that_were_not_given(given: str, added: str) -> None:
         "--distributed-backend nccl",
         "--attention-backend flash",
         "--attention-backend local",
-        "--context-parallel-size 2",
+        "--hybrid-context-parallel",
+        "--hybrid-layer-pattern M*|M-",
         "--fp8-format hybrid",
         "--fp4-format e2m1",
         "--use-flash-attn",
-        "--use-precision-aware-optimizer",
+        "--exp-avg-dtype fp8",
         "--optimizer-cpu-offload",
         "--tp-comm-overlap",
         "--moe-grouped-gemm",
@@ -73,8 +74,10 @@ def test_refuses_what_cannot_work_and_names_it(given: str) -> None:
     "given",
     [
         "--multi-latent-attention",
-        "--context-parallel-size 1",
-        "--context-parallel-size 2 --context-parallel-size 1",
+        "--context-parallel-size 2",
+        "--distributed-backend nccl --distributed-backend gloo",
+        "--use-precision-aware-optimizer --exp-avg-dtype fp16",
+        "--hybrid-layer-pattern *-|*E",
         "--moe-token-dispatcher-type alltoall",
         "--cuda-graph-impl none",
         "--profile --use-pytorch-profiler",
@@ -88,5 +91,5 @@ def test_allows_the_harmless_values_of_the_same_flags(given: str) -> None:
 
 def test_names_all_conflicts_at_once() -> None:
     with pytest.raises(ValueError, match="fp8-format") as error:
-        cpu_argv(["--fp8-format", "hybrid", "--context-parallel-size", "2"])
-    assert "--context-parallel-size 2" in str(error.value)
+        cpu_argv(["--fp8-format", "hybrid", "--attention-backend", "flash"])
+    assert "--attention-backend flash" in str(error.value)

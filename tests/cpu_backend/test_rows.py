@@ -22,7 +22,7 @@ def test_torch_behaves_as_megatron_expects_of_a_gpu() -> None:
             torch.zeros(2, device=torch.device("cuda:0")), torch.ones(2).to(device),
             torch.ones(2).to(device="cuda"), torch.ones(2).new_zeros(2, device=device),
             torch.ones(2).cuda(), torch.nn.Linear(2, 2).cuda().weight,
-            torch.ones(2).pin_memory(),
+            torch.ones(2).pin_memory(), torch.tensor([1], device="cpu", pin_memory=True),
         ]
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -83,7 +83,7 @@ def test_torch_behaves_as_megatron_expects_of_a_gpu() -> None:
 def test_fused_adam_is_torchs_adam_with_the_counter_in_its_group(decoupled: bool) -> None:
     import torch
 
-    from megatron_async.cpu_backend.megatron_rows import FusedAdam
+    from megatron_async.cpu_backend.fused_adam import FusedAdam
 
     torch.manual_seed(0)
     start = torch.randn(5, 3)

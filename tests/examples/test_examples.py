@@ -1,32 +1,60 @@
 """The launch scripts, and the training script for those without a checkout of Megatron-LM."""
 
+import argparse
+import dataclasses
 import functools
+import importlib.util
+import json
+import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_async.tools.training_command import read_command
+from megatron_async.tools.verdict import Verdict, judge
 from tests.support.gpt import REPOSITORY, gpt_args
-from tests.support.parsed_flags import parse
-from tests.support.torchrun import run_torchrun
+from tests.support.torchrun import environment, run_torchrun
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, about libraries it lacks
 
 EXAMPLES = REPOSITORY / "examples"
 MODELS = sorted(path.stem for path in (EXAMPLES / "models").glob("*.conf"))
+SCHEDULES = ("fresh-2bw", "pipedream-2bw", "default")
 
-# Layers, hidden size, heads, peak learning rate, batch and GPUs: the table of examples/README.md.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    parameters: int
+    shape: tuple[int, ...]
+    learning_rate: float
+    batch: int
+    layout: tuple[int, ...]
+    layers: tuple[int, ...]
+    gpus: int
+
+
+# The table of examples/README.md.
 TABLE = {
-    match[1]: match.groups()[1:]
-    for match in re.finditer(
-        r"^\| `(.+?)` \| (\d+) / (\d+) / (\d+) \| (\S+) \| (\d+) \| .*? \| (\d+) \|$",
-        (EXAMPLES / "README.md").read_text(),
-        flags=re.MULTILINE,
+    cells[1].strip(" `"): Row(
+        parameters=int(cells[2]),
+        shape=tuple(int(part) for part in cells[3].split("/")),
+        learning_rate=float(cells[4]),
+        batch=int(cells[5]),
+        layout=tuple(int(part) for part in cells[6].split("x")),
+        layers=tuple(int(part) for part in cells[7].split(",")),
+        gpus=int(cells[10]),
     )
+    for line in (EXAMPLES / "README.md").read_text().splitlines()
+    if line.startswith("| `")
+    for cells in [line.split("|")]
 }
-# Parameters without the embeddings' padding, from the models' names.
+# What the names promise, of the models whose size is published or round.
 PARAMETERS = {
     "gpt-125m": 125e6,
     "gpt-350m": 350e6,
@@ -35,9 +63,12 @@ PARAMETERS = {
     "gpt-2.7b": 2.7e9,
     "gpt-6.7b": 6.7e9,
     "gpt-10b": 9.9e9,
-    "smollm2-135m": 135e6,
-    "smollm2-360m": 360e6,
+    "moe-10b": 10e9,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
 }
+TOKENS = {"moe-10b": 200e9}
+"""Of those that do not train on 20 tokens a parameter."""
 
 
 def command(model: str, *flags: str, **env: str) -> list[str]:
@@ -58,20 +89,19 @@ def flags_of(line: list[str]) -> list[str]:
 
 
 @functools.cache
-def parsed() -> dict[tuple[str, str], dict[str, Any]]:
-    """Every model and schedule, through the parser and the checks of Megatron and of the plugin."""
-    cases = [(model, schedule) for model in MODELS for schedule in ("fresh-2bw", "default")]
-    answers = parse(
-        [
-            (flags_of(command(model, SCHEDULE=schedule)), int(TABLE[model][-1]))
-            for model, schedule in cases
-        ]
-    )
-    return dict(zip(cases, answers, strict=True))
+def verdict(model: str, schedule: str) -> Verdict:
+    """What `megatron-async doctor -- COMMAND` says of the dry run's command."""
+    row = TABLE[model]
+    nodes = max(row.gpus // 8, 1)
+    several = {"NODES": str(nodes), "NODE_RANK": "0", "HEAD": "n1"} if nodes > 1 else {}
+    # What is fused by Transformer Engine cannot be asked for without it.
+    fused = () if importlib.util.find_spec("transformer_engine") else ("--no-rope-fusion",)
+    words = command(model, *fused, SCHEDULE=schedule, GPUS=str(min(row.gpus, 8)), **several)
+    return judge(read_command(words, environment={}))
 
 
 def test_the_table_has_every_model() -> None:
-    assert sorted(TABLE) == MODELS == sorted(PARAMETERS)
+    assert sorted(TABLE) == MODELS == sorted([*PARAMETERS, "tiny"])
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.*")), ids=lambda path: path.name)
@@ -80,41 +110,75 @@ def test_shell_syntax(path: Path) -> None:
         subprocess.run(["bash", "-n", path], check=True)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", MODELS)
-def test_flags_pass_the_checks_and_mean_what_the_table_says(model: str) -> None:
-    layers, hidden, heads, rate, batch, _ = TABLE[model]
-    asynchronous, synchronous = (parsed()[model, s] for s in ("fresh-2bw", "default"))
-    for args in (asynchronous, synchronous):
-        assert args["num_layers"] == int(layers)
-        assert args["hidden_size"] == int(hidden)
-        assert args["num_attention_heads"] == int(heads)
-        assert args["lr"] == float(rate)
-        assert args["min_lr"] == pytest.approx(float(rate) / 10)
-        assert args["global_batch_size"] == int(batch)
-        assert args["data_parallel_size"] == 1  # the smallest number of GPUs that it runs on
-        assert args["lr_warmup_samples"] == args["train_samples"] // 10
-        assert args["optimizer"] == "muon"
-        assert args["bf16"]
-    assert asynchronous["pipeline_schedule"] == "fresh-2bw"
-    assert asynchronous["delay_correction"] == "error-feedback"
-    assert synchronous["pipeline_schedule"] == "default"
-    assert synchronous["delay_correction"] == "none"
+def test_doctor_accepts_the_dry_run_which_means_what_the_table_says(
+    model: str, schedule: str
+) -> None:
+    found = verdict(model, schedule)
+    assert found.problems == ()
+    assert found.subject is not None
+    args, row = found.subject.args, TABLE[model]
+    assert (args.num_layers, args.hidden_size, args.num_attention_heads) == row.shape
+    assert args.lr == row.learning_rate
+    assert args.min_lr == pytest.approx(row.learning_rate / 10)
+    assert args.global_batch_size == row.batch
+    assert row.layout == (
+        args.pipeline_model_parallel_size,
+        args.tensor_model_parallel_size,
+        args.expert_model_parallel_size,
+    )
+    assert layers_of(args) == row.layers
+    # The smallest number of GPUs that it runs on.
+    assert args.world_size == row.gpus == math.prod(row.layout)
+    assert args.lr_warmup_samples == args.train_samples // 10
+    assert args.optimizer == "muon"
+    assert args.bf16
+    assert args.pipeline_schedule == schedule
+    correction = "none" if schedule == "default" else "error-feedback"
+    assert args.delay_correction == correction
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_shape_has_the_size_of_its_name_and_20_tokens_a_parameter(model: str) -> None:
-    args = parsed()[model, "default"]
-    hidden, ffn, layers = args["hidden_size"], args["ffn_hidden_size"], args["num_layers"]
-    is_smollm2 = model.startswith("smollm2")
-    queries = args["num_query_groups"] / args["num_attention_heads"] if is_smollm2 else 1
-    attention = hidden * hidden * (2 + 2 * queries)
-    mlp = (3 if is_smollm2 else 2) * hidden * ffn
-    vocabulary, positions = (49152, 0) if is_smollm2 else (50257, 2048)
-    count = layers * (attention + mlp) + (vocabulary + positions) * hidden
-    assert count == pytest.approx(PARAMETERS[model], rel=0.04)
-    tokens = args["train_samples"] * args["seq_length"]
-    assert tokens == pytest.approx(20 * PARAMETERS[model], rel=0.01)
-    assert not args["untie_embeddings_and_output_weights"]
+def layers_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """Of each stage, as Megatron's transformer_block.py splits them."""
+    stages, first, last = (
+        args.pipeline_model_parallel_size,
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
+    )
+    rest = args.num_layers - (first or 0) - (last or 0)
+    between, left = divmod(rest, stages - (first is not None) - (last is not None))
+    assert left == 0
+    return tuple(
+        first if stage == 0 and first else last if stage == stages - 1 and last else between
+        for stage in range(stages)
+    )
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_size_is_that_of_the_name_and_training_as_long_as_it_says(model: str) -> None:
+    assert TABLE[model].parameters == pytest.approx(PARAMETERS[model], rel=0.02)
+    subject = verdict(model, "default").subject
+    assert subject is not None
+    tokens = subject.args.train_samples * subject.args.seq_length
+    assert tokens == pytest.approx(TOKENS.get(model, 20 * PARAMETERS[model]), rel=0.03)
+
+
+def test_megatron_builds_as_many_parameters_as_the_table_says() -> None:
+    """The models themselves, on the meta device."""
+    jobs = [{"argv": flags_of(command(model)), "world_size": TABLE[model].gpus} for model in MODELS]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.examples.megatron_counts"],
+        env=environment(),
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    built = dict(zip(MODELS, json.loads(result.stdout.splitlines()[-1]), strict=True))
+    assert built == {model: TABLE[model].parameters for model in MODELS}
 
 
 def test_settings_reach_the_command() -> None:
@@ -131,7 +195,8 @@ def test_settings_reach_the_command() -> None:
         SCRIPT="mine.py",
     )
     text = " ".join(line)
-    assert text.startswith("torchrun --standalone --nproc-per-node 2 -m megatron_async mine.py ")
+    start = "env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --standalone --nproc-per-node 2"
+    assert text.startswith(f"{start} -m megatron_async mine.py ")
     for part in (
         *("--optimizer adam", "--pipeline-model-parallel-size 2", "--micro-batch-size 1"),
         *("--data-path d --tokenizer-type NullTokenizer --vocab-size 256", "--load elsewhere/"),
@@ -145,38 +210,90 @@ def test_settings_reach_the_command() -> None:
 def test_several_nodes() -> None:
     text = " ".join(command("gpt-10b", NODES="4", NODE_RANK="2", HEAD="n1", PORT="29511"))
     address = "--nnodes 4 --node-rank 2 --master-addr n1 --master-port 29511"
-    assert text.startswith(f"torchrun {address} ")
+    assert text.startswith(f"env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun {address} ")
 
 
-def test_slurm_job_gives_each_node_its_rank(tmp_path: Path) -> None:
-    """With stand-ins for scontrol and srun."""
-    for name, body in (
-        ("scontrol", "printf 'n1\\nn2\\n'"),
-        ("srun", 'shift; for i in 0 1; do SLURM_NODEID=$i "$@"; echo END; done'),
-    ):
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    result = subprocess.run(
-        ["bash", EXAMPLES / "gpt.sbatch", "gpt-6.7b", "--seed", "7"],
+def slurm_job(
+    folder: Path, *arguments: str, srun: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run gpt.sbatch with stand-ins for Slurm's commands; tests/slow/slurm has the real ones."""
+    bodies = {
+        "scontrol": f"[ $1 = show ] && printf 'n1\\nn2\\n' || echo $@ >>{folder}/asked",
+        "srun": f"while [[ $1 == --* ]]; do echo $1; shift; done; {srun}",
+    }
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return subprocess.run(
+        ["bash", EXAMPLES / "gpt.sbatch", *arguments],
         env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PATH": f"{folder}:{os.environ['PATH']}",
             "SLURM_SUBMIT_DIR": str(EXAMPLES.parent),
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_JOB_ID": "123",
             "SLURM_GPUS_ON_NODE": "8",
+            "OUTPUT": str(folder / "run"),
             "DRY_RUN": "1",
+            **env,
         },
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    nodes = result.stdout.split("END\n")[:2]
-    for rank, node in enumerate(nodes):
-        text = " ".join(node.splitlines())
-        assert f"--nnodes 2 --node-rank {rank} --master-addr n1 --master-port 20123" in text
+
+
+ON_TWO_NODES = 'for i in 0 1; do SLURM_NODEID=$i SLURMD_NODENAME=n$((i + 1)) "$@"; echo END; done'
+
+
+def test_slurm_job_gives_each_node_its_rank(tmp_path: Path) -> None:
+    result = slurm_job(tmp_path, "gpt-6.7b", "--seed", "7", srun=ON_TWO_NODES)
+    assert result.returncode == 0, result.stderr
+    *check, first, second = [" ".join(part.split()) for part in result.stdout.split("END\n")][:4]
+    for rank, text in enumerate((first, second)):
+        assert f"--nnodes 2 --node-rank {rank} --master-addr n1 --master-port 20246" in text
         assert "--nproc-per-node 8" in text
+        assert f"--log-dir {tmp_path}/run/logs/123.0/n{rank + 1} --tee 3" in text
         assert text.endswith("--seed 7 --exit-signal-handler")
+    for rank, text in enumerate(check):
+        assert f"--node-rank {rank} --master-addr n1 --master-port 20247" in text
+        assert text.endswith(f"-m megatron_async.tools.node_check --output {tmp_path}/run")
+    assert "job 123.0: is done" in result.stdout
+    assert not (tmp_path / "asked").exists()
+
+
+def test_slurm_job_that_fails_is_requeued_until_it_makes_no_progress(tmp_path: Path) -> None:
+    tracker = tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir(parents=True)
+
+    def attempt(number: int, srun: str = "exit 1") -> str:
+        (tmp_path / "asked").unlink(missing_ok=True)
+        found = slurm_job(
+            *(tmp_path, "tiny"), srun=srun, SLURM_RESTART_COUNT=str(number), REQUEUE_LIMIT="2"
+        )
+        requeued = (tmp_path / "asked").exists()
+        assert requeued == (found.returncode == 0)
+        return "requeued" if requeued else found.stdout.splitlines()[-1].partition(": ")[2]
+
+    assert attempt(0) == "requeued"
+    # A newer checkpoint starts the count again.
+    assert attempt(1, srun=f"echo 5 >{tracker}; exit 1") == "requeued"
+    assert attempt(2) == "requeued"
+    assert attempt(3).startswith("gives up after 2 attempts without a newer checkpoint than 5")
+    # Attempts that Slurm itself ends and repeats count as well: nothing is started any more.
+    assert attempt(0) == "requeued"
+    assert attempt(1, srun="kill -TERM $PPID; exit 0").startswith("was ended by Slurm")
+    assert attempt(2, srun="echo started").startswith("gives up after 2 attempts")
+
+
+def test_slurm_job_in_a_container(tmp_path: Path) -> None:
+    result = slurm_job(tmp_path, "tiny", srun="true", CONTAINER="nvcr.io#nvidia/pytorch:25.10-py3")
+    for option in (
+        "--container-image=nvcr.io#nvidia/pytorch:25.10-py3",
+        f"--container-mounts={Path.cwd()}:{Path.cwd()}",
+        "--no-container-mount-home",
+    ):
+        assert option in result.stdout.splitlines()
 
 
 @pytest.mark.parametrize("argv", [[], ["gpt-1t"]])
@@ -290,3 +407,38 @@ def test_same_losses_as_the_script_of_megatron_lm(flags: dict[str, Any], tmp_pat
     assert ours.losses == theirs.losses
     assert ours.grad_norms == theirs.grad_norms
     assert ours.validation_losses == theirs.validation_losses
+
+
+def test_study_job_runs_its_part_and_goes_on_behind_the_time_limit(tmp_path: Path) -> None:
+    """With stand-ins for Slurm and the study."""
+    stopped = "trap 'exit 143' TERM; kill -USR1 $PPID; sleep 30 & wait"
+
+    def attempt(index: int, body: str) -> tuple[int, str]:
+        for name, text in (("megatron-async", f"echo $@; {body}"), ("scontrol", "echo $@")):
+            (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        found = subprocess.run(
+            [
+                *("bash", EXAMPLES / "study.sbatch", "quick"),
+                *("seeds=[1]", "seeds=[2] flags.train-iters=50"),
+            ],
+            env={
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "SLURM_JOB_ID": "8",
+                "SLURM_ARRAY_JOB_ID": "7",
+                "SLURM_ARRAY_TASK_ID": str(index),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return found.returncode, found.stdout + found.stderr
+
+    command = "study quick --set=seeds=[2] --set=flags.train-iters=50 --output runs/study/quick-1\n"
+    assert attempt(1, "exit 0") == (0, command)
+    assert attempt(1, "exit 3") == (3, command)
+    code, said = attempt(1, stopped)
+    assert (code, said.splitlines()[-1]) == (0, "requeue 7_1")
+    code, said = attempt(2, "exit 0")
+    assert code == 2
+    assert "Give --array 0-1." in said

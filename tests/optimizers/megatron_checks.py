@@ -41,6 +41,10 @@ HYPERPARAMETERS = {
     "mars_beta2": 0.95,
     "mars_eps": 1e-4,
     "mars_gamma": 0.3,
+    "nadamw_beta1": 0.95,
+    "nadamw_beta2": 0.9,
+    "nadamw_eps": 1e-4,
+    "nadamw_momentum_decay": 2.0,
     "normuon_beta2": 0.9,
     "muon_momentum": 0.9,
     "muon_tp_mode": "duplicated",
@@ -177,7 +181,7 @@ def is_embedding(p: torch.Tensor) -> bool:
 
 def owner(name: str, p: torch.Tensor) -> str:
     """Which algorithm trains a parameter under ``--optimizer NAME``."""
-    if name == "adan" or (name == "mars" and p.ndim == 2):
+    if name in ("adan", "nadamw") or (name == "mars" and p.ndim == 2):
         return name
     if name == "normuon" and p.ndim == 2 and not is_embedding(p):
         return name
@@ -194,6 +198,15 @@ def reference(name: str, params: list[Any], owners: list[str]) -> list[torch.opt
     make: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "adan": lambda g: Adan(g, lr=0.05, betas=(0.9, 0.8, 0.95), eps=1e-4, **decay),
         "mars": lambda g: MarsAdamW(g, 0.05, betas=(0.9, 0.95), eps=1e-4, gamma=0.3, **decay),
+        "nadamw": lambda g: torch.optim.NAdam(
+            g,
+            lr=0.05,
+            betas=(0.95, 0.9),
+            eps=1e-4,
+            momentum_decay=2.0,
+            decoupled_weight_decay=True,
+            **decay,
+        ),
         "adam": lambda g: torch.optim.AdamW(g, lr=0.05, betas=(0.9, 0.999), eps=1e-8, **decay),
         "normuon": lambda g: TensorParallelNorMuon(
             g,

@@ -1,4 +1,4 @@
-"""Adan, MARS and NorMuon against their published formulas, and inside of Megatron.
+"""Adan, MARS, NAdamW and NorMuon against their published formulas, and inside of Megatron.
 
 What needs Megatron runs in one two-rank job of ``worker.py``; its checks are listed here.
 """
@@ -20,6 +20,7 @@ import torch
 from megatron_async import optimizers
 from megatron_async.optimizers.adan import Adan
 from megatron_async.optimizers.mars import MarsAdamW
+from megatron_async.optimizers.nadamw import MomentumSchedule, NAdamW
 from tests.support.gpt import REPOSITORY, gpt_args
 from tests.support.torchrun import run_torchrun
 
@@ -68,6 +69,30 @@ def numpy_mars(
     return x
 
 
+def numpy_nadamw(
+    x: Any,
+    gradients: Any,
+    rates: Any,
+    *,
+    betas: Any,
+    eps: Any,
+    weight_decay: Any,
+    momentum_decay: Any,
+) -> Any:
+    """NAdam as Dozat has it in "Incorporating Nesterov Momentum into Adam", Algorithm 2, with the
+    schedule of mu of section 3.2 and torch's decoupled weight decay."""
+    mu = [betas[0] * (1 - 0.5 * 0.96 ** (t * momentum_decay)) for t in range(1, len(rates) + 2)]
+    m, n = np.zeros_like(x), np.zeros_like(x)
+    for t, (g, lr) in enumerate(zip(gradients, rates, strict=True), start=1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        n = betas[1] * n + (1 - betas[1]) * g * g
+        g_hat, m_hat = g / (1 - np.prod(mu[:t])), m / (1 - np.prod(mu[: t + 1]))
+        n_hat = n / (1 - betas[1] ** t)
+        m_bar = (1 - mu[t - 1]) * g_hat + mu[t] * m_hat
+        x = (1 - lr * weight_decay) * x - lr * m_bar / (np.sqrt(n_hat) + eps)
+    return x
+
+
 def parameters(dtype: torch.dtype = torch.float64) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     return [
@@ -109,12 +134,20 @@ def train(
 
 ADAN: dict[str, Any] = {"betas": (0.9, 0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 MARS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "gamma": 0.3}
-BOTH = pytest.mark.parametrize(
-    ("cls", "settings", "formula"), [(Adan, ADAN, numpy_adan), (MarsAdamW, MARS, numpy_mars)]
+NADAMW: dict[str, Any] = {
+    "betas": (0.95, 0.9),
+    "eps": 1e-3,
+    "weight_decay": 0.1,
+    "momentum_decay": 5.0,
+}
+ADAN_MARS = [(Adan, ADAN, numpy_adan), (MarsAdamW, MARS, numpy_mars)]
+BOTH = pytest.mark.parametrize(("cls", "settings", "formula"), ADAN_MARS)
+EACH = pytest.mark.parametrize(
+    ("cls", "settings", "formula"), [*ADAN_MARS, (NAdamW, NADAMW, numpy_nadamw)]
 )
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("scale", [0.05, 1.0])  # MARS's clipping inactive and active
 def test_every_step_follows_the_published_formula(
     cls: Any, settings: Any, formula: Any, scale: Any
@@ -175,6 +208,32 @@ def test_mars_without_correction_is_adamw() -> None:
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_nadamw_is_torchs_nadam_with_decoupled_weight_decay(decay: Any) -> None:
+    ours, theirs = parameters(), parameters()
+    gradients = gradients_for(ours, len(RATES))
+    settings: dict[str, Any] = {
+        "betas": (0.99, 0.999),
+        "momentum_decay": 0.004,
+        "weight_decay": decay,
+    }
+    train(NAdamW(ours, **settings), gradients)
+    train(torch.optim.NAdam(theirs, decoupled_weight_decay=True, **settings), gradients)
+    for p, q in zip(ours, theirs, strict=True):
+        # torch keeps the product of mu in fp32.
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_nadamws_momentum_is_a_function_of_the_step() -> None:
+    schedule = MomentumSchedule(0.9, 2.0)
+    # By hand: 0.9 (1 - 0.96^2 / 2) = 0.48528 and 0.9 (1 - 0.96^4 / 2) = 0.517794048.
+    assert schedule.momentum(1) == pytest.approx(0.48528)
+    assert schedule.product(2) == pytest.approx(0.48528 * 0.517794048)
+    far = schedule.product(100)
+    assert schedule.product(1) == pytest.approx(0.48528)
+    assert schedule.product(100) == far == MomentumSchedule(0.9, 2.0).product(100)
+
+
 @pytest.mark.parametrize("cls", [Adan, MarsAdamW])
 def test_first_step_moves_each_element_by_the_learning_rate(cls: Any) -> None:
     # m / sqrt(n) is the gradient's sign whatever its size: by hand, 1 - 0.1 and -2 + 0.1.
@@ -201,7 +260,7 @@ def test_a_gradient_that_comes_late_starts_without_a_change(
         assert not optimizer.state[late]["exp_avg_diff"].any()
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_deterministic_and_keep_the_dtype(
     cls: Any, settings: Any, formula: Any, dtype: Any
@@ -220,7 +279,7 @@ def test_steps_are_deterministic_and_keep_the_dtype(
         assert torch.equal(p, q)
 
 
-@BOTH
+@EACH
 def test_a_saved_and_loaded_state_goes_on_exactly(
     cls: Any, settings: Any, formula: Any, tmp_path: Path
 ) -> None:
@@ -243,7 +302,7 @@ def test_a_saved_and_loaded_state_goes_on_exactly(
         assert torch.equal(p, q)
 
 
-@BOTH
+@EACH
 def test_state_of_another_owner_is_neither_read_nor_lost(
     cls: Any, settings: Any, formula: Any
 ) -> None:
@@ -267,6 +326,8 @@ def test_state_of_another_owner_is_neither_read_nor_lost(
         (Adan, {"lr": -1.0}, "lr"),
         (MarsAdamW, {"betas": (-0.1, 0.9)}, "betas"),
         (MarsAdamW, {"gamma": -1.0}, "gamma"),
+        (NAdamW, {"betas": (0.9, 1.0)}, "betas"),
+        (NAdamW, {"momentum_decay": math.inf}, "momentum_decay"),
     ],
 )
 def test_hyperparameters_out_of_range_are_refused(cls: Any, settings: Any, named: Any) -> None:
@@ -274,13 +335,13 @@ def test_hyperparameters_out_of_range_are_refused(cls: Any, settings: Any, named
         cls(parameters(), **settings)
 
 
-@pytest.mark.parametrize("cls", [Adan, MarsAdamW])
+@pytest.mark.parametrize("cls", [Adan, MarsAdamW, NAdamW])
 def test_a_closure_is_refused(cls: Any) -> None:
     with pytest.raises(ValueError, match="closure"):
         cls(parameters()).step(lambda: 0.0)
 
 
-@pytest.mark.parametrize(("cls", "settings"), [(Adan, ADAN), (MarsAdamW, MARS)])
+@pytest.mark.parametrize(("cls", "settings"), [(Adan, ADAN), (MarsAdamW, MARS), (NAdamW, NADAMW)])
 def test_a_copy_is_independent(cls: Any, settings: Any) -> None:
     params = parameters()
     optimizer = cls(params, **settings)
@@ -405,7 +466,7 @@ PIPELINE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["adan", "mars"])
+@pytest.mark.parametrize("name", ["adan", "mars", "nadamw"])
 def test_asynchronous_training_through_the_launcher(name: Any) -> None:
     job = run_torchrun(2, gpt_args(**ASYNCHRONOUS, **PIPELINE, optimizer=name), launcher="plugin")
     losses = job.loss_values
@@ -440,3 +501,5 @@ def test_defaults_are_the_published_ones() -> None:
     )
     assert (args.mars_beta1, args.mars_beta2, args.mars_gamma) == (0.95, 0.99, 0.025)
     assert math.isclose(args.normuon_beta2, 0.95)
+    assert (args.nadamw_beta1, args.nadamw_beta2, args.nadamw_eps) == (0.99, 0.999, 1e-8)
+    assert args.nadamw_momentum_decay == 0.004

@@ -5,6 +5,7 @@ test_device.py.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,9 +15,11 @@ from megatron_async.replay.device import run
 from megatron_async.replay.races import find_races
 from megatron_async.replay.steady import SteadyState, steady_state
 from megatron_async.replay.trace import (
+    Allocate,
     Begin,
     Communication,
     End,
+    Free,
     HandOver,
     Item,
     Iteration,
@@ -205,6 +208,88 @@ def test_every_stage_reduces_bucket_by_bucket(recorded: list[Trace]) -> None:
         assert len(reductions) >= 3 * iterations
     late = [at_the_end(trace) if trace.stage > 0 else trace for trace in recorded]
     assert state(recorded, 32, reduction=1.0).time < state(late, 32, reduction=1.0).time - 0.1
+
+
+# ------------------------------------------------------------------------- the device's memory
+
+
+def asked_for(of: Sequence[Trace]) -> set[int]:
+    """The iterations in which the allocator has no freed block of the wanted size, and so asks the
+    device, which waits for all that runs."""
+    found = set()
+    for trace in of:
+        iteration = -1
+        sizes: dict[int, int] = {}
+        free: Counter[int] = Counter()
+        for item in trace.items:
+            match item:
+                case Iteration():
+                    iteration = item.number
+                case Allocate() if free[item.size]:
+                    free[item.size] -= 1
+                    sizes[item.storage] = item.size
+                case Allocate():
+                    found.add(iteration)
+                    sizes[item.storage] = item.size
+                case Free() if item.storage in sizes:
+                    free[sizes.pop(item.storage)] += 1
+    return found
+
+
+def test_memory_is_asked_for_in_the_first_two_iterations_alone(recorded: list[Trace]) -> None:
+    assert asked_for(recorded) == {0, 1}
+
+    def late(trace: Trace, item: Item) -> list[Item] | None:
+        """A buffer that is made when the fourth batch's update is launched, and kept."""
+        if not (isinstance(item, Begin) and item.action == "launch_update" and item.batch == 3):
+            return None
+        return [item, Allocate(storage=1_000_000, size=12_345)]
+
+    assert asked_for(edited(recorded, late)) - {0, 1}
+
+    def leaking(trace: Trace, item: Item) -> list[Item] | None:
+        """The copies of the gradients are made anew for each batch, and kept."""
+        if not (isinstance(item, Begin) and item.action == "launch_update"):
+            return None
+        return [item, Allocate(storage=1_000_000 + item.batch, size=4096)]
+
+    assert len(asked_for(edited(recorded, leaking))) > 2
+
+
+def of_updates(of: Sequence[Trace]) -> dict[tuple[int, ...], set[str]]:
+    """The communicators of the device that updates use, by their ranks, with what made them."""
+    found: dict[tuple[int, ...], set[str]] = {}
+    for trace in of:
+        action = ""
+        for item in trace.items:
+            if isinstance(item, Begin):
+                action = item.action
+            elif isinstance(item, End):
+                action = ""
+            elif isinstance(item, Communication) and not item.on_host and "update" in action:
+                found.setdefault(item.ranks, set()).add(item.label or item.group)
+    return found
+
+
+def test_an_update_has_one_communicator_of_its_own(recorded: list[Trace]) -> None:
+    def own(of: Sequence[Trace]) -> list[tuple[int, ...]]:
+        return [
+            ranks
+            for ranks, labels in of_updates(of).items()
+            for label in labels
+            if not label.endswith(("_GROUP", "_GROUP_WITH_CP"))
+        ]
+
+    # Rank n of the first and of the last stage, for the tied embedding's gradient.
+    assert sorted(own(recorded)) == [(n, n + REPLICAS) for n in range(REPLICAS)]
+
+    def unshared(trace: Trace, item: Item) -> list[Item] | None:
+        """Each stage's sums run on a communicator of the update's own."""
+        if not (isinstance(item, Communication) and item.label.startswith("TENSOR_AND_DATA")):
+            return None
+        return [dataclasses.replace(item, group=f"own {item.group}", label="")]
+
+    assert len(own(edited(recorded, unshared))) == REPLICAS + STAGES
 
 
 # ------------------------------------------------------------------------------ the host

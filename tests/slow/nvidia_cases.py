@@ -29,8 +29,6 @@ __all__ = ["Case", "Outcome", "load", "main", "outcomes"]
 
 FAMILIES: Final = ("gpt", "moe")
 GPUS: Final = 8
-DROPPED: Final = ("--log-params-norm",)
-"""Asked for by nearly all of them, and refused with deferred updates: it would hide the rest."""
 WITHOUT_TE: Final = ("--moe-permute-fusion",)
 """Refused by Megatron itself where Transformer Engine is not installed."""
 ONE_VALUE: Final = ("--step-batch-size-schedule",)
@@ -112,7 +110,7 @@ def load(checkout: Path) -> list[Case]:
             flags = {
                 str(flag): (str(value),) if flag in ONE_VALUE else _values(value)
                 for flag, value in given.items()
-                if value is not False and flag not in DROPPED
+                if value is not False
             }
             variables = {str(k): str(v) for k, v in (content.get("ENV_VARS") or {}).items()}
             case = Case(name=f"{family}/{file.parent.name}", flags=flags, variables=variables)
@@ -259,9 +257,7 @@ _HEAD: Final = """\
 # NVIDIA's functional-test configurations
 
 The {count} training configurations of Megatron-LM's `tests/functional_tests/test_cases`
-({families}) with several pipeline stages, with `--pipeline-schedule {schedule}`. Nearly all of them
-log the parameters' norm, which is refused with deferred updates; `--log-params-norm` was left out
-of all.
+({families}) with several pipeline stages, with `--pipeline-schedule {schedule}`.
 
 - **works** ({works}): accepted for its eight GPUs (`megatron-async doctor`), and trained for five
   iterations on CPU ranks after scaling down: hidden size 64, two layers a stage, sequences of 32

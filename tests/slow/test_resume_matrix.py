@@ -122,6 +122,11 @@ def cells() -> list[Cell]:
             {**DISTRIBUTED, **BF16, **CORRECTED, **OVERLAPPED, "second_grad_buffer": True},
         ),
         ("muon", 2, {**STAGES_2, **MUON}),
+        (
+            "muon layout",
+            2,
+            {**STAGES_2, **MUON, **UNTIED, "pipeline_model_parallel_layout": "Ettt|tL"},
+        ),
         ("muon corrected", 2, {**STAGES_2, **MUON, **BF16, **CORRECTED}),
         ("muon untied", 2, {**STAGES_2, **MUON, **CORRECTED, **UNTIED}),
         ("dist_muon", 2, {**DIST_MUON}),

@@ -127,6 +127,13 @@ def test_exit_codes_are_those_of_megatron(tmp_path: Path, to_ranks: bool) -> Non
     assert codes["asynchronous"] == codes["plain"] is not None
 
 
+def test_ranks_end_that_read_with_workers(tmp_path: Path) -> None:
+    """Workers of a data loader do not end at SIGTERM with --exit-signal-handler, so they have to
+    be let go before the interpreter waits for them."""
+    argv = flags(tmp_path, **ASYNC, exit_signal_handler=True, num_workers=2, train_iters=3)
+    assert run_torchrun(2, argv, launcher="plugin").iterations[-1].number == 3
+
+
 def test_without_signals_to_handle_torchrun_leaves_its_ranks_behind(tmp_path: Path) -> None:
     """What docs/checkpoints.md warns of: SIGUSR1 ends torchrun, and nobody tells the ranks."""
     left: list[int] = []
@@ -208,6 +215,12 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path, handled: bool) -> None:
 def test_a_gradient_that_is_not_a_number_ends_the_job(tmp_path: Path) -> None:
     result = fail(tmp_path, poisoned(1, "nan"))
     assert "RuntimeError: Rank 1, " in result.ranks[1].stderr
+
+
+def test_an_error_ends_a_job_that_reads_with_workers(tmp_path: Path) -> None:
+    """Its traceback holds the data loader, whose workers do not end at SIGTERM."""
+    result = fail(tmp_path, poisoned(1, "nan"), handled=True, more=("--num-workers", "2"))
+    assert "the gradient norm is nan" in result.ranks[1].stderr
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])

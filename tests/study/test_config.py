@@ -59,7 +59,7 @@ def test_shipped_configurations(name: str) -> None:
     cells = plan(study, results, identity=IDENTITY)
     assert len(cells) == len(results) == count(study, identity=IDENTITY)
     for cell in cells:
-        assert cell.flags["optimizer"] in [(one,) for one in ALL_OPTIMIZERS]
+        assert cell.flags["optimizer"] in [(one,) for one in (*ALL_OPTIMIZERS, "nadamw")]
         asynchronous = cell.delay != "none"
         assert ("pipeline-schedule" in cell.flags) == asynchronous
         assert ("delay-correction" in cell.flags) == (cell.correction != "none")

@@ -18,12 +18,18 @@ class Recorder:
     - ``norms``, ``zeros``: of each update of an asynchronous schedule, its iteration (0 is the
       first) and its gradient norm, or the number of zeros in the gradient.
     - ``validation``: [number of iterations done, loss] of each evaluation; on the last stage.
+    - ``further``: of each iteration, the losses that are logged of multi-token prediction, one of
+      each further token; on the last stage.
 
     ``rank<R>.pt`` has what ``dump`` asks for:
 
     - "trajectory": ``initial`` (name -> tensor) and ``steps``, a list of such, one for each step of
       the torch optimizer, right after it. The optimizer must hold the model's own parameters.
     - "embedding": ``embedding``, the weight that the first and the last stage share, at the end.
+    - "routers": ``routers`` (layer -> list), of each microbatch that a router has sent to experts
+      in training, with the global auxiliary loss: the bias it found; the tokens that each expert
+      got, and would have got without a bias; what the router had counted of the latter in the batch
+      by then, this microbatch included, and in how many microbatches.
     """
 
     def __init__(self, dump: Sequence[str]) -> None:
@@ -35,6 +41,7 @@ class Recorder:
             "norms": [],
             "zeros": [],
             "validation": [],
+            "further": [],
         }
         self.tensors: dict[str, Any] = {}
 
@@ -75,6 +82,9 @@ class Recorder:
             self.numbers["norms"].append([update.iteration - 1, update.grad_norm])
             self.numbers["zeros"].append([update.iteration - 1, update.num_zeros])
 
+        self._record_further_losses()
+        if "routers" in self._dump:
+            self._record_routers()
         Updates._made = recorded_made  # type: ignore[method-assign, assignment]
         training.train_step = recorded_train_step
         training.evaluate = recorded_evaluate
@@ -98,6 +108,48 @@ class Recorder:
 
         # A global hook: it runs behind those that the package put on the optimizer itself.
         register_optimizer_step_post_hook(after_step)
+
+    def _record_further_losses(self) -> None:
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        track = MTPLossLoggingHelper.track_mtp_metrics
+
+        def recorded_track(*args: Any) -> None:
+            *others, totals = args
+            own: dict[str, Any] = {}
+            track(*others, own)
+            if own:
+                self.numbers["further"].append([float(loss) for loss in own.values()])
+            for name, loss in own.items():
+                totals[name] = totals.get(name, 0.0) + loss
+
+        MTPLossLoggingHelper.track_mtp_metrics = recorded_track
+
+    def _record_routers(self) -> None:
+        import torch
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        records: dict[int, list[Any]] = {}
+        self.tensors["routers"] = records
+        routing, add_loss = TopKRouter.routing, TopKRouter._apply_global_aux_loss
+        unbiased: list[Any] = []
+
+        def recorded_loss(router: Any, probs: Any, scores: Any, map: Any, **kwargs: Any) -> Any:
+            unbiased[:] = [map.sum(dim=0)]
+            return add_loss(router, probs, scores, map, **kwargs)
+
+        def recorded_routing(router: Any, *args: Any, **kwargs: Any) -> Any:
+            if not (router.training and torch.is_grad_enabled()):
+                return routing(router, *args, **kwargs)
+            bias = router.expert_bias.clone()
+            result = routing(router, *args, **kwargs)
+            counted, steps = router.global_tokens_per_expert.clone(), int(router.ga_steps)
+            record = [bias, result[1].sum(dim=0), *unbiased, counted, steps]
+            records.setdefault(router.layer_number, []).append(record)
+            return result
+
+        TopKRouter._apply_global_aux_loss = recorded_loss
+        TopKRouter.routing = recorded_routing
 
     def write(self, directory: Path, rank: int) -> None:
         """Write what was recorded."""

@@ -56,6 +56,12 @@ _MOE: Mapping[str, Value] = {
     "disable_bias_linear": True,
 }
 
+_MTP: Mapping[str, Value] = {
+    "mtp_num_layers": 1,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+
 _HYBRID: Mapping[str, Value] = {**_MOE, "hybrid_layer_pattern": "*-*E"}
 
 MODELS: Mapping[str, Mapping[str, Value]] = {
@@ -98,6 +104,21 @@ MODELS: Mapping[str, Mapping[str, Value]] = {
         "moe_router_group_topk": 1,
         "moe_router_topk": 1,
     },
+    # Biases and counts of a batch: what an update and a batch change beside weights and gradients.
+    "balanced": {
+        **_MOE,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.02,
+    },
+    "quantile": {
+        **_MOE,
+        "moe_router_load_balancing_type": "quantile_balancing",
+        "moe_aux_loss_coeff": 0,
+    },
+    "mtp": {**_MTP, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5},
+    "mtp-moe": {**_MTP, **_MOE},
     "hybrid": _HYBRID,
 }
 """Models that a job can train, each with a checkpoint of its own."""
@@ -151,6 +172,7 @@ class JobResult:
         norms: gradient norms of asynchronous updates, by iteration (0 is the first).
         zeros: numbers of zeros in the gradients of asynchronous updates, if counted.
         validation: (number of iterations done, loss) of each evaluation.
+        further: losses of multi-token prediction that each iteration logged.
     """
 
     job: Job
@@ -160,6 +182,7 @@ class JobResult:
     norms: dict[int, float]
     zeros: dict[int, int | None]
     validation: list[tuple[int, float]]
+    further: list[list[float]]
 
     def tensors(self, rank: int = 0) -> dict[str, Any]:
         """What the job dumped on a rank."""
@@ -249,6 +272,7 @@ def _read(each: Job, record: Record) -> JobResult | str:
         norms=dict(last["norms"]),
         zeros=dict(last["zeros"]),
         validation=[(done, loss) for done, loss in last["validation"]],
+        further=last["further"],
     )
 
 

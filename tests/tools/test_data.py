@@ -253,7 +253,7 @@ def test_full_disk_leaves_nothing(
     from megatron.core.datasets import indexed_dataset
 
     class FullDisk(indexed_dataset.IndexedDatasetBuilder):
-        def add_document(self, *args: object, **kwargs: object) -> None:
+        def finalize(self, *args: object, **kwargs: object) -> None:
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(indexed_dataset, "IndexedDatasetBuilder", FullDisk)

@@ -32,6 +32,11 @@ MODEL = [
 ]
 TWO_VERSIONS = ["--pipeline-schedule", "pipedream-2bw"]
 
+REFUSED = [
+    "--use-ring-exchange-p2p",
+    *("--save-dgrads-interval", "5", "--save-params-interval", "5"),
+]
+
 
 def torchrun(*arguments: str, ranks: int = 8, model: Sequence[str] = MODEL) -> list[str]:
     start = ["torchrun", "--nproc-per-node", str(ranks), "-m", "megatron_async"]
@@ -80,11 +85,11 @@ def test_without_a_flag_of_the_package(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_refused_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [*TWO_VERSIONS, "--sft", "--log-params-norm", "--dataloader-type", "external"]
+    wrong = [*TWO_VERSIONS, *REFUSED]
     status, shown = asked(capsys, "--", *torchrun(*wrong))
     assert status == 1
     assert shown.startswith("Refused: 3 problems with the arguments.")
-    for flag in ("--sft", "--log-params-norm", "--dataloader-type"):
+    for flag in ("--use-ring-exchange-p2p", "--save-dgrads-interval", "--save-params-interval"):
         assert re.search(rf"^  \d\. {flag}: ", shown, re.MULTILINE)
     assert "expected gain" not in shown
 
@@ -92,10 +97,10 @@ def test_refused_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
 def test_megatrons_own_checks_and_the_rules_together() -> None:
     # Ahead of Megatron's checks, in them without a message, and behind them.
     first, second, third = verdict(
-        torchrun(*TWO_VERSIONS, "--num-layers", "7", "--fp16", "--sft")
+        torchrun(*TWO_VERSIONS, "--num-layers", "7", "--fp16", "--use-ring-exchange-p2p")
     ).problems
     assert first.startswith("--num-layers: 7 layers do not divide into 4")
-    assert second.startswith("--sft")
+    assert second.startswith("--use-ring-exchange-p2p")
     assert third.startswith("--fp16")
     found = verdict(torchrun(*TWO_VERSIONS, "--fp16")).problems
     assert found[0].startswith("Megatron itself: `assert not args.bf16` does not hold (arguments")
@@ -256,7 +261,7 @@ def test_models_without_formulas_are_named() -> None:
 
 def test_says_what_a_start_says() -> None:
     """The same list of problems, from a run that is really started."""
-    wrong = [*TWO_VERSIONS, "--sft", "--log-params-norm", "--save-params-interval", "5"]
+    wrong = [*TWO_VERSIONS, *REFUSED]
     start = ["-m", "megatron_async", "--cpu", str(ROOT / "examples" / "pretrain_gpt.py")]
     one = [*MODEL, "--pipeline-model-parallel-size", "1", *wrong]
     result = subprocess.run(

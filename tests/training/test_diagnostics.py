@@ -32,6 +32,28 @@ FROM_FILES: Mapping[str, Any] = {
     "global_batch_size": 4,
 }
 
+# Weights that no optimizer has, on both stages.
+PARTLY_FROZEN = """
+from megatron.core.models.gpt.gpt_model import GPTModel
+make = GPTModel.__init__
+def freeze(self, *args, **kwargs):
+    make(self, *args, **kwargs)
+    for name, parameter in self.named_parameters():
+        if "position_embeddings" in name or "input_layernorm" in name:
+            parameter.requires_grad = False
+GPTModel.__init__ = freeze
+"""
+NORMED: Mapping[str, Any] = {**ASYNC, **STAGES_2, "log_params_norm": True, "ckpt_format": "torch"}
+SHARDED: Mapping[str, Any] = {**REPLICAS_2, "log_params_norm": True}
+UNDEFERRED: Mapping[str, Any] = {"no_deferred_update": True}
+NORM_STEPS = (
+    Step("norm undeferred", {**NORMED, **UNDEFERRED}, PARTLY_FROZEN),
+    Step("norm", {**NORMED, "save": "{dir}/norm", "save_interval": 4}, PARTLY_FROZEN),
+    Step("norm resumed", {**NORMED, "load": "{dir}/norm", "ckpt_step": 4}, PARTLY_FROZEN),
+    Step("sharded norm undeferred", {**SHARDED, **UNDEFERRED}),
+    Step("sharded norm", SHARDED),
+)
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -82,6 +104,7 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
                 {**ASYNC, **kept("undeferred"), "no_deferred_update": True, "ckpt_format": "torch"},
             ),
             Step("deferred", {**ASYNC, **counted}),
+            *NORM_STEPS,
         ],
         directory,
     )
@@ -123,6 +146,36 @@ def test_zeros_in_the_gradient_are_those_that_megatron_counts(
     deferred = zeros(outcomes["deferred"])
     assert 1 not in deferred
     assert deferred[2] == expected
+
+
+def params_norms(outcome: Outcome) -> dict[int, float]:
+    """Iteration -> norm of the weights, as logged."""
+    lines = re.findall(r" iteration +(\d+)/ *\d+ \|.* params norm: ([\d.]+) \|", outcome.log)
+    return {int(iteration): float(norm) for iteration, norm in lines}
+
+
+@pytest.mark.parametrize("name", ["norm", "sharded norm"])
+def test_norm_of_the_weights_is_that_which_megatron_sums(
+    outcomes: dict[str, Outcome], name: str
+) -> None:
+    """Undeferred it is Megatron's own sum over the weights that the iteration made; deferred it
+    comes two iterations later, but where the pipeline is empty."""
+    wanted = params_norms(outcomes[f"{name} undeferred"])
+    assert len(set(wanted.values())) == 7
+    found = params_norms(outcomes[name])
+    assert list(found) == [2, 3, 4, 5, 6, 7]
+    for iteration, norm in found.items():
+        if iteration == 7:
+            assert norm == pytest.approx(wanted[7], abs=1.5e-3)
+        elif iteration > 2:
+            assert norm == pytest.approx(wanted[iteration - 2], abs=1.5e-3)
+    assert outcomes[name].losses == pytest.approx(outcomes[f"{name} undeferred"].losses, rel=1e-3)
+
+
+def test_norm_of_the_weights_goes_on_after_a_resume(outcomes: dict[str, Outcome]) -> None:
+    wanted = params_norms(outcomes["norm"])
+    assert params_norms(outcomes["norm resumed"]) == {i: wanted[i] for i in (5, 6, 7)}
+    assert outcomes["norm resumed"].losses == outcomes["norm"].losses[4:]
 
 
 def test_saved_gradients_are_those_that_megatron_saves(

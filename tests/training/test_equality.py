@@ -62,6 +62,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
+CONTEXT: dict[str, Any] = {"context_parallel_size": 2}
+LAYOUTS |= {
+    "cp2": (2, CONTEXT),
+    "cp2-distopt": (2, {**CONTEXT, "use_distributed_optimizer": True}),
+    "pp2-cp2": (4, {**CONTEXT, "pipeline_model_parallel_size": 2}),
+    "pp2-cp2-distopt": (
+        4,
+        {**CONTEXT, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
+    ),
+}
 UNDEFERRED: dict[str, Any] = {"no_deferred_update": True}
 
 
@@ -126,6 +136,13 @@ EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
 FRESH: dict[str, Any] = {"pipeline_schedule": "fresh-2bw"}
 PACI: dict[str, Any] = {"pipeline_schedule": "paci"}
 SECOND_BUFFER: dict[str, Any] = {**OVERLAPPED, "second_grad_buffer": True}
+
+PRECISION_AWARE: dict[str, Any] = {
+    "bf16": True,
+    "use_precision_aware_optimizer": True,
+    "main_params_dtype": "fp16",
+    "exp_avg_dtype": "bf16",
+}
 
 CASES = [
     *_cases(
@@ -275,6 +292,47 @@ CASES = [
         _job("pp4"),
         rtol=1e-9,
         slow=True,
+    ),
+    # Main parameters in the torch optimizer's state, of several types, and gradients beside them.
+    *(
+        Case(
+            f"precision-aware-{name}",
+            _job(name, **PRECISION_AWARE),
+            _job("dp2-distopt", **PRECISION_AWARE, **UNDEFERRED),
+            **BF16,
+            slow=name != "pp2-dp2-distopt",
+        )
+        for name in ("pp2-dp2-distopt", "pp2-cp2-distopt", "dp2-distopt")
+    ),
+    Case(
+        "precision-aware-fp32",
+        _job(
+            "pp2-dp2-distopt",
+            **{**PRECISION_AWARE, "main_params_dtype": "fp32", "exp_avg_dtype": "fp32"},
+        ),
+        _job("pp2-dp2-distopt", bf16=True),
+        rtol=1e-9,
+        slow=True,
+    ),
+    *(
+        Case(
+            f"precision-aware-{name}",
+            _job("pp2-dp2-distopt", **PRECISION_AWARE, **flags),
+            _job("pp2-dp2-distopt", **PRECISION_AWARE),
+            rtol=1e-9,
+            slow=True,
+        )
+        for name, flags in (("overlapped", OVERLAPPED), ("second-buffer", SECOND_BUFFER))
+    ),
+    # The ranks that share a sequence reduce gradients as replicas do, and count as one of them.
+    *_cases("context", {"cp2": "D", "cp2-distopt": "D", "pp2-cp2": "DU", "pp2-cp2-distopt": "dU"}),
+    *_cases("context-per-token", {"pp2-cp2": "D", "pp2-cp2-distopt": "d"}, **PER_TOKEN),
+    *_cases("context-corrected", {"pp2-cp2-distopt": "D"}, **CORRECTED),
+    *_cases("context-muon", {"pp2-cp2": "D"}, **MUON),
+    *_cases("context-fresh", {"pp2-cp2-distopt": "D"}, **FRESH, delayed_microbatches=1),
+    *(
+        Case(f"context-{name}", _job("pp2-cp2-distopt", **flags), LIKE_ADAM, slow=True)
+        for name, flags in (("overlapped", OVERLAPPED), ("second-buffer", SECOND_BUFFER))
     ),
     *_cases("sgd", {"pp2": "D"}, optimizer="sgd", lr=0.3),
     *_cases("lion", {"pp2": "D"}, optimizer="lion", lr=3e-4),

@@ -48,6 +48,21 @@ def filling(*args, **kwargs):
 training.train_step = filling
 """
 
+# A combination that is refused, if it were not.
+UNREFUSED = """
+from megatron_async.config.validation import own_flags
+kept = [rule for rule in own_flags.RULES if rule.name != "second_grad_buffer_fp32_accumulation"]
+assert len(kept) == len(own_flags.RULES) - 1
+own_flags.RULES = tuple(kept)
+"""
+TWO_REDUCTIONS: Mapping[str, Any] = {
+    **REPLICAS_2,
+    "overlap_grad_reduce": True,
+    "ddp_bucket_size": 3000,
+    "second_grad_buffer": True,
+}
+ACCUMULATED: Mapping[str, Any] = {"ddp_reduce_scatter_with_fp32_accumulation": True}
+
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -89,6 +104,8 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
             Step("full resumed", {**SHARDED, **loads("full")}),
             Step("background", background, prelude=WRITTEN + FULL_DISK),
             Step("background resumed", {**SHARDED, **loads("background")}),
+            Step("one reduction", {**TWO_REDUCTIONS, **ACCUMULATED, "second_grad_buffer": None}),
+            Step("two reductions", {**TWO_REDUCTIONS, **ACCUMULATED}, prelude=UNREFUSED),
             Step("unended", unended, prelude=WRITTEN + killed(iteration=6)),
         ],
         directory,
@@ -188,3 +205,15 @@ def test_a_data_file_that_ends_early_is_named_before_training(
     assert f"{directory / 'data.bin'} has {size} bytes" in message
     assert "the file ends early" in message
     assert not re.search(r" iteration +1/", outcomes["short data"].log)
+
+
+def test_megatron_keeps_one_reduction_in_flight_with_fp32_accumulation(
+    outcomes: dict[str, Outcome],
+) -> None:
+    """Why it is refused with --second-grad-buffer, which has two: a bucket's reduction finishes the
+    one dispatched before it, which is then missing."""
+    assert not outcomes["one reduction"].failed
+    assert_ended_by_themselves(outcomes["two reductions"])
+    assert (
+        "Communication call has not been issued for this bucket" in outcomes["two reductions"].log
+    )

@@ -19,6 +19,8 @@ LOGGING = {
     "exit_duration_in_mins": 60,
     "log_pipeline_bubble": True,
     "log_num_zeros_in_grad": True,
+    "log_params_norm": True,
+    "log_throughput": True,
     "log_timers_to_tensorboard": True,
     "delay_correction": "error-feedback",
 }
@@ -175,5 +177,10 @@ def test_a_collective_in_the_optimizers_step_is_caught(tmp_path: Path) -> None:
 def test_the_undeferred_update_is_caught(tmp_path: Path) -> None:
     traced = trace(tmp_path, no_deferred_update=True)
     functions = "".join(offences(traced))
-    for expected in ("get_grad_norm_fp32", "_allreduce_embedding_grad", "Timer"):
+    for expected in (
+        "get_grad_norm_fp32",
+        "_allreduce_embedding_grad",
+        "calc_params_l2_norm",
+        "Timer",
+    ):
         assert expected in functions

@@ -1,6 +1,7 @@
 """Two weight versions: which tensor is where, and that a mix-up does not go unnoticed."""
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,6 +197,43 @@ def test_everything_that_views_the_flat_buffer_moves_together() -> None:
     assert model.linear.bias.tolist() == [6.0, 7.0]
 
 
+def _moved(
+    monkeypatch: pytest.MonkeyPatch, switch: Callable[[WeightVersions, int], None]
+) -> list[str]:
+    """What is repointed when four microbatches take turns with two versions."""
+    model, optimizer, _ = _flat()
+    weights = WeightVersions(model, optimizer)
+    with weights.next_version():
+        pass
+    moved: list[str] = []
+    for what in ("parameters", "flat_buffers", "shards"):
+        name = f"_repoint_{what}"
+        original = getattr(WeightVersions, name)
+
+        def repoint(
+            self: WeightVersions, side: int, what: str = what, original: Any = original
+        ) -> None:
+            moved.append(what)
+            original(self, side)
+
+        monkeypatch.setattr(WeightVersions, name, repoint)
+    for version in (0, 1, 1, 0):
+        switch(weights, version)
+    return moved
+
+
+def test_a_microbatch_repoints_what_forward_and_backward_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _moved(monkeypatch, WeightVersions.compute_on) == ["parameters"] * 3
+    # What it would cost to move all of it at each switch.
+    assert sorted(_moved(monkeypatch, WeightVersions.select)) == [
+        *["flat_buffers"] * 3,
+        *["parameters"] * 3,
+        *["shards"] * 3,
+    ]
+
+
 def test_a_microbatch_moves_the_parameters_alone() -> None:
     model, optimizer, shard = _flat()
     weights = WeightVersions(model, optimizer)
@@ -213,6 +251,22 @@ def test_a_microbatch_moves_the_parameters_alone() -> None:
     weights.select(1)  # what reads the model next finds all of it on one version
     assert _values(model) == newest
     assert (buffer.param_data.data_ptr(), shard.data_ptr()) == pointers
+
+
+@pytest.mark.parametrize(("count", "stale"), [(1, [False] * 4), (2, [True, False, True, False])])
+def test_handles_of_the_newest_version_are_good_for_one_save(count: int, stale: list[bool]) -> None:
+    """Why a worker that keeps the handles it saw at the first save is refused: it would write the
+    version before the newest. With a single version nothing moves."""
+    model, optimizer = _plain()
+    weights = WeightVersions(model, optimizer, count=count)
+    handles = [parameter.data for parameter in weights.parameters]
+    found = []
+    for _ in stale:
+        with weights.next_version(), torch.no_grad():
+            for parameter in weights.parameters:
+                parameter.add_(1.0)
+        found.append([handle.flatten().tolist() for handle in handles] != _values(model))
+    assert found == stale
 
 
 def test_view_outside_of_the_buffers_is_refused() -> None:

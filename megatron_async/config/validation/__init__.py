@@ -1,10 +1,10 @@
 """Checks of the arguments, before any training.
 
 The checks are pure functions of Megatron's validated namespace. What is checked stands in tables of
-rules: :mod:`.own_flags`, :mod:`.schedule`, :mod:`.emulation`, :mod:`.training`, what is only
-warned of in :mod:`.unwise`, and what Megatron says nothing clear of in :mod:`.assertions`. The
-reasons come from reading Megatron 0.19.2; docs/flags.md sorts every flag of that release, and a
-test keeps the two consistent.
+rules: :mod:`.own_flags`, :mod:`.schedule`, :mod:`.quantized`, :mod:`.emulation`, :mod:`.training`,
+what is only warned of in :mod:`.unwise`, and what Megatron says nothing clear of in
+:mod:`.assertions`. The reasons come from reading Megatron 0.19.2; docs/flags.md sorts every flag of
+that release, and a test keeps the two consistent.
 
 Without a flag of this package nothing is checked, and with the default schedule only what concerns
 the flags given.
@@ -22,6 +22,7 @@ from megatron_async.config.validation import (
     assertions,
     emulation,
     own_flags,
+    quantized,
     schedule,
     training,
     unwise,
@@ -39,6 +40,7 @@ def rules() -> tuple[Rule, ...]:
         *own_flags.RULES,
         *own_flags.registry_rules(),
         *schedule.RULES,
+        *quantized.RULES,
         *emulation.RULES,
         *training.RULES,
         *unwise.RULES,

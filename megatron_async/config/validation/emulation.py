@@ -15,12 +15,25 @@ _UNEVEN: Final = (
     "--account-for-loss-in-pipeline-split",
     "--pipeline-model-parallel-layout",
     "--hybrid-layer-pattern",
+    "--mtp-num-layers",
 )
 """Flags that give stages unequal numbers of layers, or layers of unequal kinds."""
 
 
 def _uneven(subject: Subject) -> str | None:
     return next((flag for flag in _UNEVEN if subject.get(dest_of(flag))), None)
+
+
+def _router_bias(subject: Subject) -> str | None:
+    """The flag by which routers have biases that updates change."""
+    if subject.get("num_experts") is None:
+        return None
+    if subject.get("moe_router_enable_expert_bias"):
+        return "--moe-router-enable-expert-bias"
+    balancing = subject.get("moe_router_load_balancing_type", "none")
+    if "quantile_balancing" in ([balancing] if isinstance(balancing, str) else balancing):
+        return "--moe-router-load-balancing-type quantile_balancing"
+    return None
 
 
 def _drifts(subject: Subject) -> bool:
@@ -46,6 +59,16 @@ RULES: Final[tuple[Rule, ...]] = (
         "Drop either.",
         when=lambda s: s.emulated is not None and _uneven(s) is not None,
         name="emulation_uneven",
+    ),
+    rule(
+        _FLAG,
+        lambda s: (
+            "older versions are kept of parameters alone, not of the biases by which routers "
+            f"balance the experts, and {_router_bias(s)} is given"
+        ),
+        "Drop either.",
+        when=lambda s: s.emulated is not None and _router_bias(s) is not None,
+        name="emulation_router_bias",
     ),
     rule(
         _FLAG,

@@ -119,11 +119,12 @@ RULES: Final[tuple[Rule, ...]] = (
             f"{s.config.correction} looks ahead by the delay, and with {s.config.schedule} the two "
             "uses of a tied embedding have different ones"
         ),
-        "Add --untie-embeddings-and-output-weights, or use another correction.",
+        "Add --untie-embeddings-and-output-weights and drop --mtp-num-layers, or use another "
+        "correction.",
         when=lambda s: (
             s.config.correction_record is not None
             and s.config.correction_record.looks_ahead
-            and s.tied
+            and s.embedding_copied
             and _longer_delays(s)
         ),
         name="tied_look_ahead",
@@ -196,8 +197,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "--grad-norm-scope",
         "the first and the last stage share the embedding and would clip it by different norms, so "
         "that their copies drift apart",
-        "Use --grad-norm-scope global, or --untie-embeddings-and-output-weights.",
-        when=lambda s: s.config.grad_norm_scope == "stage" and s.stages > 1 and s.tied,
+        "Use --grad-norm-scope global, or --untie-embeddings-and-output-weights and no "
+        "--mtp-num-layers.",
+        when=lambda s: s.config.grad_norm_scope == "stage" and s.stages > 1 and s.embedding_copied,
         name="stage_norm_tied",
     ),
     rule(
@@ -258,17 +260,21 @@ RULES: Final[tuple[Rule, ...]] = (
         scope=Scope.ALWAYS,
     ),
     rule(
-        "--yaml-cfg",
-        "Megatron then ignores the command line, and with it the flags of this package",
-        "Give all of the arguments as flags.",
+        "--window-size",
+        "on CPU ranks, window attention does not work with context parallelism",
+        "Drop --cpu, or use --context-parallel-size 1.",
+        when=lambda s: (
+            s.config.cpu
+            and s.get("context_parallel_size", 1) > 1
+            and s.get("window_size") is not None
+        ),
+        name="cpu_context_parallel",
         scope=Scope.ALWAYS,
     ),
     rule(
-        "--context-parallel-size",
-        "context parallelism needs Transformer Engine, which does not run on CPU ranks",
-        "Drop --cpu, or use --context-parallel-size 1.",
-        when=lambda s: s.config.cpu and s.get("context_parallel_size", 1) > 1,
-        name="cpu_context_parallel",
+        "--yaml-cfg",
+        "Megatron then ignores the command line, and with it the flags of this package",
+        "Give all of the arguments as flags.",
         scope=Scope.ALWAYS,
     ),
 )

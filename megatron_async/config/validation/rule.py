@@ -75,6 +75,12 @@ class Subject:
         return not self.get("untie_embeddings_and_output_weights", False)
 
     @property
+    def embedding_copied(self) -> bool:
+        """Whether the last of several stages has a copy of the word embedding: in its output layer,
+        or for multi-token prediction."""
+        return self.tied or bool(self.get("mtp_num_layers"))
+
+    @property
     def pipeline(self) -> Pipeline:
         """What the schedule's lists are made for."""
         return self.config.pipeline(

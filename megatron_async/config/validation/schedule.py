@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_async.config.validation.assertions import step_schedule_problem
-from megatron_async.config.validation.rule import Rule, Subject, dest_of, given, rule
+from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
 from megatron_async.megatron.training import step_batch_sizes
 
 __all__ = ["RULES", "batch_sizes", "least_microbatches", "own_notes", "own_problems"]
@@ -177,24 +177,18 @@ def _equal_batches(subject: Subject) -> bool:
     return record is not None and record.equal_batches and subject.stages > 1
 
 
-def _balancing(kind: str) -> Callable[[Subject], bool]:
-    def applies(subject: Subject) -> bool:
-        given = subject.get("moe_router_load_balancing_type", "none")
-        moe = subject.get("num_experts") is not None
-        return moe and kind in ([given] if isinstance(given, str) else list(given))
-
-    return applies
-
-
 def _no_interleaving(subject: Subject) -> str:
     """Times are in slots, a forward and a backward of one microbatch through a stage."""
     p, v = subject.stages, int(subject.get("virtual_pipeline_model_parallel_size"))
     m = least_microbatches(subject)
-    interleaved = m + (p - 1) / v
+    plain, interleaved = m + p - 1, m + (p - 1) / v
+    delays = subject.delays(m)
     return (
         "the schedule has one model chunk per stage, and interleaving has no bubble left to "
-        f"shrink: of {m} microbatches and {p} stages, 1F1B makes iterations of {m + p - 1} slots, "
-        f"{v} chunks a stage {interleaved:.4g}, and this schedule {m}"
+        f"shrink: of {m} microbatches and {p} stages, 1F1B makes iterations of {plain} slots (a "
+        f"bubble of {1 - m / plain:.1%}), {v} chunks a stage {interleaved:.4g} "
+        f"({1 - m / interleaved:.1%}), and this schedule {m} (0%), for gradients that are "
+        f"{sum(delays) / len(delays):.3g} updates late in the mean"
     )
 
 
@@ -287,16 +281,16 @@ _PIPELINE = (
         "it runs a schedule of its own with a number of microbatches that changes every iteration",
     ),
     rule(
-        "--sft",
-        "the statistics of packed sequences are summed over all ranks in each iteration, if a rank "
-        "ran a forward in it; in the last iteration not every stage does, and the job would hang",
-        "Train on unpacked sequences.",
-    ),
-    rule(
-        "--dataloader-inter-document-masking",
-        "the statistics of packed sequences are summed over all ranks in each iteration, if a rank "
-        "ran a forward in it; in the last iteration not every stage does, and the job would hang",
-        "Use --reset-attention-mask instead.",
+        "--micro-batch-size",
+        "Megatron makes one packed sequence of a microbatch, and stages exchange tensors of the "
+        "shape (--seq-length, --micro-batch-size)",
+        "Use --micro-batch-size 1.",
+        when=lambda s: (
+            s.stages > 1
+            and int(s.get("micro_batch_size") or 1) > 1
+            and bool(s.get("sft") or s.get("dataloader_inter_document_masking"))
+        ),
+        name="packed_microbatches",
     ),
     rule(
         "variable_seq_lengths (model configuration)",
@@ -324,42 +318,6 @@ _WEIGHTS = (
         "whether an update overflows, and with it the next loss scale, is known only while the "
         "next batch is running",
         "Use --bf16.",
-    ),
-    rule(
-        "--fp8-format",
-        "quantized weights are cached from a batch's first microbatch on, and microbatches of two "
-        "weight versions are in flight",
-        "Use --bf16 alone.",
-        dest="fp8",
-    ),
-    rule(
-        "--fp4-format",
-        "quantized weights are cached from a batch's first microbatch on, and microbatches of two "
-        "weight versions are in flight",
-        "Use --bf16 alone.",
-        dest="fp4",
-    ),
-    *(
-        rule(
-            flag,
-            "parameters kept in a quantized format have no second version",
-            "Use --bf16 alone.",
-        )
-        for flag in ("--fp8-param-gather", "--fp4-param-gather")
-    ),
-    *(
-        rule(
-            flag,
-            "quantized weights are cached from a batch's first microbatch on, and microbatches of "
-            "two weight versions are in flight",
-            "Use --bf16 alone.",
-            when=given(dest_of(flag)),
-        )
-        for flag in (
-            "--te-precision-config-file",
-            "--kitchen-config-file",
-            "--kitchen-recipe-number",
-        )
     ),
     rule(
         "--use-megatron-fsdp",
@@ -442,27 +400,6 @@ _WEIGHTS = (
         "--overlap-param-gather-with-optimizer-step",
         "the step writes the version that no microbatch runs on, so nothing is gained, and "
         "Megatron's own code for it needs virtual stages",
-    ),
-    rule(
-        "--moe-router-enable-expert-bias",
-        "the bias changes while microbatches of the next batch are in flight, which were routed by "
-        "the old one",
-        "Use --moe-router-load-balancing-type aux_loss.",
-    ),
-    rule(
-        "--moe-router-load-balancing-type",
-        "global_aux_loss counts tokens over a batch, and forwards of two batches alternate",
-        "Use aux_loss or seq_aux_loss.",
-        when=_balancing("global_aux_loss"),
-        name="global_aux_loss",
-    ),
-    rule(
-        "--moe-router-load-balancing-type",
-        "quantile_balancing changes its bias while microbatches of the next batch are in flight, "
-        "which were routed by the old one",
-        "Use aux_loss or seq_aux_loss.",
-        when=_balancing("quantile_balancing"),
-        name="quantile_balancing",
     ),
     *(
         rule(

@@ -3,23 +3,41 @@
 import math
 from typing import Final
 
-from megatron_async.config.validation.rule import Rule, Scope, dest_of, given, hybrid_layers, rule
+from megatron_async.config.validation.rule import (
+    Rule,
+    Scope,
+    Subject,
+    dest_of,
+    given,
+    hybrid_layers,
+    rule,
+)
 
 __all__ = ["RULES"]
 
 _LAYERS: Final = frozenset("*-EM")
 """Attention, MLP, MoE; Mamba is warned of."""
 
+
+def _predicts_early(subject: Subject) -> bool:
+    layout = subject.get("pipeline_model_parallel_layout")
+    before_the_last = layout.rpartition("|")[0] if isinstance(layout, str) else ""
+    return bool(subject.get("mtp_num_layers")) and (
+        "m" in before_the_last or bool(subject.get("mtp_standalone"))
+    )
+
+
 _OPTIMIZER = (
     rule(
         "--use-precision-aware-optimizer",
-        "it keeps the main parameters inside of a fused kernel over the model's weights, of which "
-        "there are two versions",
+        "the main parameters, which a delay correction changes, are inside of the fused optimizer, "
+        "which would overwrite the change",
+        "Drop it, or drop --delay-correction.",
+        when=lambda s: bool(s.get("use_precision_aware_optimizer")) and s.config.corrected,
     ),
     rule(
         "--optimizer-cpu-offload",
-        "it rests on the precision-aware optimizer, whose main parameters follow one weight "
-        "version",
+        "copies of parameters and gradients on the host follow one weight version",
     ),
     rule(
         "--qk-clip",
@@ -82,8 +100,26 @@ _OPTIMIZER = (
 _MODELS = (
     rule(
         "--mtp-num-layers",
-        "the multi-token prediction loss and its share of the embedding gradient are not handled",
-        "Train without it.",
+        "layers that predict further tokens, on a stage before the last, make it one more stage "
+        "with a copy of the word embedding, and one that sends further outputs",
+        "Let --pipeline-model-parallel-layout have them (m) on the last stage.",
+        when=_predicts_early,
+        name="mtp_before_the_last_stage",
+    ),
+    rule(
+        "--mtp-num-layers",
+        "with tied embeddings Megatron gives the last of several stages an output layer that it "
+        "never uses, cannot save in the format torch_dist, and never reduces",
+        "Add --untie-embeddings-and-output-weights.",
+        when=lambda s: bool(s.get("mtp_num_layers")) and s.tied and s.stages > 1,
+        name="mtp_tied",
+    ),
+    rule(
+        "--mtp-num-layers",
+        "hybrid models with multi-token prediction are not tested",
+        "Leave out what --hybrid-layer-pattern has behind /.",
+        when=lambda s: bool(s.get("mtp_num_layers")) and bool(s.get("hybrid_layer_pattern")),
+        name="mtp_hybrid",
     ),
     *(
         rule(
@@ -132,12 +168,12 @@ _LOOP = (
         "Remove the samples from the data.",
     ),
     rule(
-        "--dataloader-type",
-        "an external data loader saves its position from the first stage only, which has read the "
-        "first microbatches of the next batch",
-        "Use single or cyclic.",
-        when=lambda s: s.get("dataloader_type") == "external",
-        name="external_dataloader",
+        "dataloader_save (argument)",
+        "Megatron saves an external data loader's own state from the first stage, which has read "
+        "the first microbatches of the next batch, and a resumed run would leave them out",
+        "Leave it empty, and let the loader start behind args.consumed_train_samples.",
+        when=lambda s: bool(s.get("dataloader_save")),
+        name="dataloader_save",
     ),
     rule(
         "--full-validation",
@@ -172,13 +208,6 @@ _LOOP = (
         "--fake-process-group",
         "the update takes the gradient norm from what other stages send, and nothing is sent",
         "Use the default schedule.",
-    ),
-    rule(
-        "--log-params-norm",
-        "it sums over all ranks in each iteration, which stops the pipeline, and every update "
-        "would have to be completed for it at once",
-        "Drop it, or add --no-deferred-update.",
-        when=lambda s: bool(s.get("log_params_norm")) and s.config.deferred_update,
     ),
     rule(
         "--save-wgrads-interval",
@@ -217,7 +246,8 @@ _LOOP = (
     ),
     rule(
         "--non-persistent-ckpt-type",
-        "local checkpoints leave out what an exact resume needs",
+        "nvidia-resiliency-ext writes and reads local checkpoints, and an exact resume from one "
+        "was not tried",
         "Use global.",
         when=lambda s: s.get("non_persistent_ckpt_type") == "local",
         name="local_checkpoints",

@@ -33,7 +33,7 @@ class MoEMetrics:
     def __init__(self, args: argparse.Namespace, *, batches: int = 2) -> None:
         self._tracker = moe.metrics_tracker()
         self.names = moe.tracked_names(args)
-        self._num_layers = int(args.num_layers)
+        self._num_layers = int(args.num_layers) + int(getattr(args, "mtp_num_layers", None) or 0)
         self._entries: list[dict[str, Any]] = [
             moe.metrics(self._tracker),
             *({} for _ in range(batches - 1)),
@@ -42,6 +42,10 @@ class MoEMetrics:
         self._reported: dict[str, Any] = {}
         self._taken: torch.Tensor | None = None
         self._reports = False
+        self._reported_at = 0
+        """The iteration whose sums were reported last."""
+        self._iteration = 0
+        """In which the batch of :attr:`totals` ran."""
         self.totals: torch.Tensor | None = None
         """Sums over all layers' owners of the last completed batch, divided by its number of
         microbatches: (metrics, layers), float64. None before the first."""
@@ -90,7 +94,7 @@ class MoEMetrics:
             rows.append(values.double() / num_microbatches)
         return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
 
-    def _sum_over_stages(self, num_microbatches: int) -> None:
+    def _sum_over_stages(self, num_microbatches: int, *, iteration: int) -> None:
         """Make what was taken last, or else what is selected, the totals, by a collective over the
         stages.
 
@@ -100,30 +104,35 @@ class MoEMetrics:
         taken = self._taken
         sums = self._stage_sums(num_microbatches) if taken is None else taken.clone()
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
-        self.set_totals(sums.tolist())
+        self.set_totals(sums.tolist(), iteration=iteration)
 
-    def resume(self, totals: list[float]) -> None:
+    def resume(self, totals: list[float], *, iteration: int) -> None:
         """Go on with the totals that a run has saved, on all ranks."""
-        self.set_totals(totals)
+        self.set_totals(totals, iteration=iteration)
         self._reports = True
 
-    def set_totals(self, totals: list[float]) -> None:
-        """Keep what came back for a completed batch."""
+    def set_totals(self, totals: list[float], *, iteration: int) -> None:
+        """Keep what came back for a completed batch, which ran in an iteration (1 is the first)."""
+        self._iteration = iteration
         self.totals = torch.tensor(totals, dtype=torch.float64).view(
             len(self.names), self._num_layers
         )
 
     @contextmanager
-    def reporting(self, num_microbatches: int) -> Iterator[None]:
+    def reporting(self, num_microbatches: int, *, iteration: int) -> Iterator[tuple[int, bool]]:
         """Let the tracker's report, which is the body, read the last completed batch's sums; what
         the routers have added for others stays.
 
         Args:
             num_microbatches: what the report divides by.
+            iteration: the running one.
+
+        Yields:
+            The iteration that the sums are of, and whether they have not been reported before.
         """
         # Not where there are no totals: stage 0 may have some before the others have.
         if not self._reports:  # on all ranks alike
-            self._sum_over_stages(num_microbatches)
+            self._sum_over_stages(num_microbatches, iteration=iteration)
             self._reports = True
         assert self.totals is not None
         tracker = self._tracker
@@ -134,6 +143,7 @@ class MoEMetrics:
                 tracker.ensure_initialized(name, self._num_layers)
                 entry = moe.metrics(tracker)[name]
                 entry.values.copy_((values * num_microbatches).to(entry.values))
-            yield
+            yield self._iteration, self._iteration != self._reported_at
         finally:
+            self._reported_at = self._iteration
             moe.set_metrics(tracker, selected)
