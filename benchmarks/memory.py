@@ -98,6 +98,7 @@ def _run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         iterations=args.iterations,
         optimizer=args.optimizer,
     )
+    argv += ["--attention-dropout", "0", "--hidden-dropout", "0"]
     argv += [*flags, *(["--bf16"] if args.bf16 else [])]
     if args.recompute:
         argv += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
@@ -135,6 +136,7 @@ def _run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 other_versions=rule.kept(stage) - 1,
                 correction_buffers=buffers,
                 recompute=args.recompute,
+                dropout=False,
                 fused_attention=False,
             ),
             stage=stage,

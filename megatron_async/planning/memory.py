@@ -170,6 +170,8 @@ class Storage:
     """Gradients are accumulated and reduced in bf16 (`--grad-reduce-in-bf16`)."""
     recompute: bool = False
     """Full recompute: only each layer's input is kept."""
+    dropout: bool = True
+    """Megatron's default; without, no masks are kept."""
     fused_attention: bool = True
     """Flash attention or selective recompute: no attention scores are kept."""
 
@@ -281,11 +283,14 @@ def _activations(
         wide = shape.ffn * (6 if shape.gated else 4)
         if shape.experts is not None:
             wide *= shape.experts_per_token
-        layer = 10.0 * hidden / outside + (8.0 * hidden + wide) / tp
+        masks = 2.0 if storage.dropout else 0.0
+        layer = (8.0 + masks) * hidden / outside + (8.0 * hidden + wide) / tp
         if not storage.fused_attention:
-            layer += 5.0 * shape.attention_heads * shape.seq_length / tp
+            # What the softmax makes, and with dropout its mask and what it leaves.
+            scores = 5.0 if storage.dropout else 2.0
+            layer += scores * shape.attention_heads * shape.seq_length / tp
     per_microbatch = tokens * layer * layout.layers_per_stage[stage]
-    if stage == 0:
+    if stage == 0 and storage.dropout:
         per_microbatch += tokens * hidden / outside  # The mask of the embedding's dropout.
     if not storage.bf16:
         per_microbatch *= 2

@@ -241,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what state it keeps (default muon)",
     )
     run.add_argument("--recompute", action="store_true", help="full activation recompute")
+    run.add_argument("--no-dropout", action="store_true", help="no masks are kept")
     run.add_argument(
         "--unfused-attention", action="store_true", help="attention scores are kept in memory"
     )
@@ -401,6 +402,7 @@ def _memory(
         distributed_optimizer=args.distributed_optimizer,
         grad_reduce_in_bf16=args.grad_reduce_in_bf16,
         recompute=args.recompute,
+        dropout=not args.no_dropout,
         fused_attention=not args.unfused_attention,
     )
     if prediction.candidate.schedule.asynchronous:

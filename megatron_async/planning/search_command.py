@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
             grad_reduce_in_bf16=args.grad_reduce_in_bf16,
             correction_buffers=0 if correction is None else correction.buffers_with({}),
             recompute=args.recompute,
+            dropout=not args.no_dropout,
         )
         found = list(
             layouts(
@@ -175,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         "--no-distributed-optimizer", action="store_true", help="state on each rank"
     )
     parser.add_argument("--grad-reduce-in-bf16", action="store_true", help="gradients in bf16")
+    parser.add_argument("--no-dropout", action="store_true", help="no masks are kept")
     parser.add_argument("--recompute", action="store_true", help="full activation recompute")
     parser.add_argument(
         "--delay-correction",

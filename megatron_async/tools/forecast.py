@@ -115,6 +115,7 @@ def _memory(
                 deferred_update=settings.deferred_update,
                 correction_buffers=buffers,
                 second_grad_buffer=settings.second_grad_buffer,
+                dropout=any(subject.get(f"{which}_dropout") for which in ("hidden", "attention")),
                 recompute=subject.get("recompute_granularity") == "full",
             ),
             stage=stage,

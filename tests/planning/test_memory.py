@@ -103,6 +103,10 @@ def test_activations() -> None:
     assert memory(bf16=False).activations == 2 * memory().activations
     scores = 5 * 4 * 64 * 64 * 2
     assert memory(fused_attention=False).activations == (34 * 64 * 2 * 32 + scores) * 2 * 3
+    # Without dropout two masks of a byte a layer, and three of the five scores.
+    assert memory(dropout=False).activations == 32 * 64 * 2 * 32 * 2 * 3
+    bare = memory(fused_attention=False, dropout=False).activations
+    assert bare == (32 * 64 * 2 * 32 + scores * 2 // 5) * 2 * 3
     assert memory(recompute=True).activations == 2 * 64 * 2 * 32 * 2 * 3
     logits = 4 * 64 * 2 * (32 + 512)
     assert memory(stage=3, in_flight=1).activations == 34 * 64 * 2 * 32 * 2 + logits
