@@ -157,7 +157,7 @@ def refused(case: Case) -> tuple[str, ...]:
 def scaled(case: Case) -> tuple[int, list[str]] | str:
     """Ranks and command line of a small run on CPU ranks, or why there is none."""
     if case.number("--context-parallel-size") > 1:
-        return "context parallelism needs GPUs"
+        return "its attention across ranks, Transformer Engine's, needs GPUs"
     stages = case.number("--pipeline-model-parallel-size")
     tensor = min(case.number("--tensor-model-parallel-size"), max(4 // stages, 1))
     experts = 2 if case.number("--expert-model-parallel-size") > 1 and stages * tensor <= 2 else 1
