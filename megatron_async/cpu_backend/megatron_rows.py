@@ -136,27 +136,33 @@ def megatron_rows() -> list[Replacement]:
             versions=MEGATRON_VERSIONS,
         )
     )
-    rows.append(
-        Replacement(
-            target="megatron.core.transformer.dot_product_attention:DotProductAttention",
-            attribute="__init__",
-            make=_attention_of_any_width,
-            why="Megatron's local attention lacks the widths of keys and values that multi-latent "
-            "attention passes; all that depends on them is the width of the output "
-            "(core/transformer/dot_product_attention.py)",
-            versions=MEGATRON_VERSIONS,
-        )
-    )
     rows += [
         Replacement(
             target="megatron.core.transformer.dot_product_attention:DotProductAttention",
             attribute=attribute,
             make=make,
-            why="Megatron's local attention refuses context parallelism: gather keys and values "
-            "over its ranks (core/transformer/dot_product_attention.py)",
+            why=why,
             versions=MEGATRON_VERSIONS,
         )
-        for attribute, make in (("__init__", init_of_a_part), ("forward", forward_of_a_part))
+        for attribute, make, why in (
+            (
+                "__init__",
+                lambda original: init_of_a_part(_attention_of_any_width(original)),
+                (
+                    "Megatron's local attention lacks the widths of keys and values that multi-latent "
+                    "attention passes; all that depends on them is the width of the output. And it "
+                    "refuses context parallelism (core/transformer/dot_product_attention.py)"
+                ),
+            ),
+            (
+                "forward",
+                forward_of_a_part,
+                (
+                    "under context parallelism keys and values are gathered over its ranks "
+                    "(core/transformer/dot_product_attention.py)"
+                ),
+            ),
+        )
     ]
     hybrid = "megatron.core.models.hybrid"
     hybrid_why = (
