@@ -149,8 +149,8 @@ def megatron_rows() -> list[Replacement]:
                 "__init__",
                 lambda original: init_of_a_part(_attention_of_any_width(original)),
                 (
-                    "Megatron's local attention lacks the widths of keys and values that multi-latent "
-                    "attention passes; all that depends on them is the width of the output. And it "
+                    "Megatron's local attention lacks the widths of keys and values that multi-"
+                    "latent attention passes; only the width of the output depends on them. And it "
                     "refuses context parallelism (core/transformer/dot_product_attention.py)"
                 ),
             ),
