@@ -144,8 +144,12 @@ if [ "$nodes" -gt 1 ]; then
 else
     rendezvous=(--standalone)
 fi
+# Megatron wants 1 for tensor parallelism before Blackwell; see docs/gpu.md for both.
+connections=32
+if [ "$tensor" -gt 1 ] || [ -n "${CPU:-}" ]; then connections=1; fi
 launch=(
-    env "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    env "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$connections}"
+    "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
     torchrun "${rendezvous[@]}" --nproc-per-node "$GPUS"
 )
 if [ -n "${LOGS:-}" ]; then

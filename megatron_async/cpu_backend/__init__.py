@@ -92,6 +92,8 @@ def install() -> tuple[Replacement, ...]:
     of_torch = [row for row in rows if row.target.startswith("torch")]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Megatron insists on it for tensor and context parallelism; without a GPU it is nothing.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for package in HIDDEN_PACKAGES:
         sys.modules[package] = None  # type: ignore[assignment]
     applied = apply(of_torch, torch.__version__)

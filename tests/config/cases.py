@@ -289,6 +289,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "hybrid_context_parallel": (["--hybrid-context-parallel"], {}),
     "packed_microbatches": (["--micro-batch-size", "2", "--sft"], {}),
     "variable_seq_lengths": ([], {"variable_seq_lengths": True}),
+    "quant_recipe": ([], {"quant_recipe": object()}),
+    "use_kitchen": ([], {"use_kitchen": True}),
     "num_microbatches_with_partial_activation_checkpoints": (
         [],
         {"num_microbatches_with_partial_activation_checkpoints": 2},

@@ -70,6 +70,8 @@ PARAMETERS = {
 TOKENS = {"moe-10b": 200e9}
 """Of those that do not train on 20 tokens a parameter."""
 
+MEMORY = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
 
 def command(model: str, *flags: str, **env: str) -> list[str]:
     """The command that gpt.sh would run."""
@@ -195,7 +197,7 @@ def test_settings_reach_the_command() -> None:
         SCRIPT="mine.py",
     )
     text = " ".join(line)
-    start = "env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --standalone --nproc-per-node 2"
+    start = f"env CUDA_DEVICE_MAX_CONNECTIONS=32 {MEMORY} torchrun --standalone --nproc-per-node 2"
     assert text.startswith(f"{start} -m megatron_async mine.py ")
     for part in (
         *("--optimizer adam", "--pipeline-model-parallel-size 2", "--micro-batch-size 1"),
@@ -210,7 +212,7 @@ def test_settings_reach_the_command() -> None:
 def test_several_nodes() -> None:
     text = " ".join(command("gpt-10b", NODES="4", NODE_RANK="2", HEAD="n1", PORT="29511"))
     address = "--nnodes 4 --node-rank 2 --master-addr n1 --master-port 29511"
-    assert text.startswith(f"env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun {address} ")
+    assert text.startswith(f"env CUDA_DEVICE_MAX_CONNECTIONS=1 {MEMORY} torchrun {address} ")
 
 
 def slurm_job(

@@ -67,7 +67,8 @@ def _reason(reasons: Mapping[str, str], recipe: str, default: str) -> Callable[[
     """The reason of the recipe that was chosen (Megatron's default if none was)."""
 
     def reason(subject: Subject) -> str:
-        chosen = str(subject.get(recipe) or default)
+        given = subject.get(recipe) or default
+        chosen = str(getattr(given, "value", given))  # a script may have set Megatron's enum
         text = reasons.get(chosen, reasons["custom"])
         return f"with the recipe {chosen}, {text}"
 
@@ -96,5 +97,10 @@ RULES: Final[tuple[Rule, ...]] = (
             "--kitchen-config-file",
             "--kitchen-recipe-number",
         )
+    ),
+    # What these flags become, which a script may set itself.
+    *(
+        rule(f"{name} (model configuration)", _CACHED, "Leave it unset.", dest=name)
+        for name in ("quant_recipe", "use_kitchen")
     ),
 )
