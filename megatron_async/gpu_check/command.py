@@ -5,6 +5,7 @@ with ``megatron-async plan``. What was found is a table; the exit status is 1 if
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -196,6 +197,16 @@ def _script(megatron: Path | None) -> Path:
     return script
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-async gpu-check",
@@ -224,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         metavar="S",
         help="seconds until a run is stopped (default 120; 600 on CPU ranks)",
     )

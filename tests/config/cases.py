@@ -166,6 +166,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         ],
         {},
     ),
+    "bucket_all_stages_connections": (["--ddp-bucket-all-stages", "--overlap-grad-reduce"], {}),
     "ddp_bucket_all_stages_with_default_schedule": (
         ["--pipeline-schedule", "default", "--ddp-bucket-all-stages"],
         {},

@@ -39,8 +39,9 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_rule_is_the_only_one_to_fire_and_says_which_flag_why_and_what_instead(
-    parser: argparse.ArgumentParser, rule: Rule
+    parser: argparse.ArgumentParser, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     errors, warnings = problems(case(parser, rule), facts_of(rule))
     messages = warnings if rule.warning else errors
     assert len(messages) == 1, messages

@@ -274,3 +274,10 @@ def test_the_script_hands_its_options_on() -> None:
     assert done.returncode == 0, done.stderr
     for flag in ("--cpu", "--out", "--megatron", "--timeout"):
         assert flag in done.stdout
+
+
+@pytest.mark.parametrize("seconds", ["-3", "0", "nan", "inf", "soon"])
+def test_a_time_limit_is_a_number_above_0(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main([f"--timeout={seconds}"])
+    assert f"{seconds} is no number of seconds above 0" in capsys.readouterr().err

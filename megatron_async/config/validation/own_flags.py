@@ -5,6 +5,7 @@ is checked as those that come with the package.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -50,6 +51,8 @@ def _longer_delays(subject: Subject) -> bool:
     delays = subject.delays(max(least_microbatches(subject), 1))
     return bool(delays) and (max(delays) > 1 or min(delays) != max(delays))
 
+
+_CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 RULES: Final[tuple[Rule, ...]] = (
     rule(
@@ -239,6 +242,20 @@ RULES: Final[tuple[Rule, ...]] = (
         "Add --overlap-grad-reduce, or drop it.",
         when=lambda s: s.config.bucket_all_stages and not s.get("overlap_grad_reduce"),
         name="bucket_all_stages_overlap",
+    ),
+    rule(
+        "--ddp-bucket-all-stages",
+        f"with {_CONNECTIONS}=1 a bucket's reduction that waits for the one before it holds up "
+        "the backward launched after it",
+        f"Set {_CONNECTIONS}=32, or drop it.",
+        when=lambda s: (
+            s.config.bucket_all_stages
+            and bool(s.get("overlap_grad_reduce"))
+            and not s.config.cpu
+            and os.environ.get(_CONNECTIONS) == "1"
+        ),
+        name="bucket_all_stages_connections",
+        warning=True,
     ),
     rule(
         "--log-enqueues",
