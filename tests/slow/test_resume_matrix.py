@@ -49,6 +49,14 @@ MOE: Flags = {
     "moe_aux_loss_coeff": 0.1,
     "disable_bias_linear": True,
 }
+PRECISION_AWARE: Flags = {
+    **BF16,
+    **DISTRIBUTED,
+    "use_precision_aware_optimizer": True,
+    "main_params_dtype": "fp16",
+    "exp_avg_dtype": "fp16",
+    "exp_avg_sq_dtype": "fp16",
+}
 EXPERTS_2: Flags = {**MOE, "expert_model_parallel_size": 2}
 RESHARDABLE: Flags = {"dist_ckpt_optim_fully_reshardable": True}
 SPARING: Flags = {**RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": True}
@@ -145,6 +153,8 @@ def cells() -> list[Cell]:
         ("late messages", 2, {**STAGES_2, **CORRECTED, **LATE}),
         ("four stages", 4, {**STAGES_4, **CORRECTED}),
         ("four stages fresh", 4, {**STAGES_4, **FRESH}),
+        ("precision-aware", 2, {**STAGES_2, **PRECISION_AWARE}),
+        ("contexts", 2, {"context_parallel_size": 2, **DISTRIBUTED, **BF16, **CORRECTED}),
         ("2x2 fresh", 4, {**STAGES_2, **DISTRIBUTED, **BF16, **FRESH}),
         ("2x2 fresh dist_muon late", 4, {**STAGES_2, **DIST_MUON, **FRESH, **LATE}),
         ("four stages muon", 4, {**STAGES_4, **MUON, **CORRECTED}),
