@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from megatron_async.optimizers.state import make_states
+
 __all__ = ["Adan", "adan_update"]
 
 
@@ -107,23 +109,15 @@ class Adan(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
-        """Make the state of parameters that have none; Megatron calls it ahead of a load.
-
-        Another owner may have put its own tensors into a parameter's state already.
-        """
-        for p in group["params"]:
-            if skip_non_grad_params and p.grad is None:
-                continue
-            state = self.state[p]
-            if "exp_avg" not in state:
-                state["exp_avg"] = torch.zeros_like(p)
-                state["exp_avg_diff"] = torch.zeros_like(p)
-                state["exp_avg_sq"] = torch.zeros_like(p)
-                state["previous_grad"] = torch.zeros_like(p)
-                if p.grad is not None:
-                    state["previous_grad"].copy_(p.grad)
+        """See :func:`make_states`; the name is Megatron's."""
+        make_states(
+            self,
+            group,
+            zeros=("exp_avg", "exp_avg_diff", "exp_avg_sq"),
+            first_gradient="previous_grad",
+            skip_non_grad_params=skip_non_grad_params,
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

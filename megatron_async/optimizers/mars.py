@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
+from megatron_async.optimizers.state import make_states
+
 __all__ = ["MarsAdamW", "corrected_gradient", "mars_adamw_update"]
 
 
@@ -127,22 +129,15 @@ class MarsAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._process_groups = pg_collection
 
-    @torch.no_grad()
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
-        """Make the state of parameters that have none; Megatron calls it ahead of a load.
-
-        Another owner may have put its own tensors into a parameter's state already.
-        """
-        for p in group["params"]:
-            if skip_non_grad_params and p.grad is None:
-                continue
-            state = self.state[p]
-            if "exp_avg" not in state:
-                state["exp_avg"] = torch.zeros_like(p)
-                state["exp_avg_sq"] = torch.zeros_like(p)
-                state["previous_grad"] = torch.zeros_like(p)
-                if p.grad is not None:
-                    state["previous_grad"].copy_(p.grad)
+        """See :func:`make_states`; the name is Megatron's."""
+        make_states(
+            self,
+            group,
+            zeros=("exp_avg", "exp_avg_sq"),
+            first_gradient="previous_grad",
+            skip_non_grad_params=skip_non_grad_params,
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

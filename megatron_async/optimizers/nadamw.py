@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from megatron_async.optimizers.state import make_states
+
 __all__ = ["MomentumSchedule", "NAdamW", "nadamw_update"]
 
 
@@ -144,19 +146,14 @@ class NAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._schedules: dict[tuple[float, float], MomentumSchedule] = {}
 
-    @torch.no_grad()
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
-        """Make the state of parameters that have none; Megatron calls it ahead of a load.
-
-        Another owner may have put its own tensors into a parameter's state already.
-        """
-        for p in group["params"]:
-            if skip_non_grad_params and p.grad is None:
-                continue
-            state = self.state[p]
-            if "exp_avg" not in state:
-                state["exp_avg"] = torch.zeros_like(p)
-                state["exp_avg_sq"] = torch.zeros_like(p)
+        """See :func:`make_states`; the name is Megatron's."""
+        make_states(
+            self,
+            group,
+            zeros=("exp_avg", "exp_avg_sq"),
+            skip_non_grad_params=skip_non_grad_params,
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
