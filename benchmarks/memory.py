@@ -11,8 +11,8 @@ import argparse
 import sys
 from typing import Any
 
-from support.jobs import JobError, gpt_flags, run_job
-from support.options import add_common
+from support.jobs import JobError, run_job
+from support.options import add_common, add_model, model_flags
 from support.report import print_table, progress, write_csv
 
 from megatron_async.planning.candidates import candidate
@@ -43,13 +43,15 @@ def main() -> int:
     )
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=64)
-    parser.add_argument("--vocab-size", type=int, default=1024)
-    parser.add_argument("--micro-batch-size", type=int, default=2)
-    parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
+    add_model(
+        parser,
+        hidden_size=128,
+        heads=4,
+        seq_length=64,
+        vocab_size=1024,
+        micro_batch_size=2,
+        optimizers=("adam", "muon"),
+    )
     parser.add_argument("--bf16", action="store_true", help="bf16 with fp32 main parameters")
     parser.add_argument("--recompute", action="store_true", help="full activation recompute")
     parser.add_argument("--modes", nargs="+", choices=_MODES, default=list(_MODES))
@@ -86,18 +88,7 @@ def main() -> int:
 
 def _run(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     schedule, flags, buffers = _MODES[name]
-    argv = gpt_flags(
-        layers=args.layers,
-        hidden_size=args.hidden_size,
-        heads=args.heads,
-        seq_length=args.seq_length,
-        vocab_size=args.vocab_size,
-        micro_batch_size=args.micro_batch_size,
-        stages=args.stages,
-        microbatches=args.microbatches,
-        iterations=args.iterations,
-        optimizer=args.optimizer,
-    )
+    argv = model_flags(args, stages=args.stages, microbatches=args.microbatches)
     argv += ["--attention-dropout", "0", "--hidden-dropout", "0"]
     argv += [*flags, *(["--bf16"] if args.bf16 else [])]
     if args.recompute:

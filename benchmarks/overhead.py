@@ -13,8 +13,8 @@ import statistics
 import sys
 from typing import Any
 
-from support.jobs import JobError, Measurement, gpt_flags, run_job
-from support.options import add_common
+from support.jobs import JobError, Measurement, run_job
+from support.options import add_common, add_model, model_flags
 from support.report import Spread, median_interval, print_table, progress, write_bars, write_csv
 
 from megatron_async.planning.memory import Layout, ModelShape, Storage, stage_memory
@@ -35,13 +35,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=1024)
-    parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--optimizer", choices=("adam", "muon", "sgd"), default="adam")
+    add_model(
+        parser,
+        hidden_size=256,
+        heads=4,
+        seq_length=256,
+        vocab_size=1024,
+        micro_batch_size=1,
+        optimizers=("adam", "muon", "sgd"),
+    )
     parser.add_argument("--bf16", action="store_true", help="bf16 with fp32 main parameters")
     parser.add_argument(
         "--gpu",
@@ -82,18 +84,7 @@ def main() -> int:
 
 
 def _run(name: str, args: argparse.Namespace) -> Measurement:
-    flags = gpt_flags(
-        layers=args.layers,
-        hidden_size=args.hidden_size,
-        heads=args.heads,
-        seq_length=args.seq_length,
-        vocab_size=args.vocab_size,
-        micro_batch_size=args.micro_batch_size,
-        stages=1,
-        microbatches=args.microbatches,
-        iterations=args.iterations,
-        optimizer=args.optimizer,
-    )
+    flags = model_flags(args, stages=1, microbatches=args.microbatches)
     flags += [*(["--bf16"] if args.bf16 else []), *_MODES[name], *args.extra]
     return run_job(
         ranks=1,

@@ -22,8 +22,8 @@ import statistics
 import sys
 from typing import Any
 
-from support.jobs import SKIPPED, JobError, Measurement, gpt_flags, run_job
-from support.options import add_common
+from support.jobs import SKIPPED, JobError, Measurement, run_job
+from support.options import add_common, add_model, model_flags
 from support.report import Spread, print_table, progress, write_bars, write_csv
 
 _STAGES = 2
@@ -43,13 +43,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--seq-length", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=256)
-    parser.add_argument("--micro-batch-size", type=int, default=2)
-    parser.add_argument("--optimizer", choices=("adam", "muon", "sgd"), default="adam")
+    add_model(
+        parser,
+        hidden_size=512,
+        heads=8,
+        seq_length=256,
+        vocab_size=256,
+        micro_batch_size=2,
+        optimizers=("adam", "muon", "sgd"),
+    )
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -83,18 +85,7 @@ def main() -> int:
 
 
 def _run(name: str, microbatches: int, args: argparse.Namespace) -> Measurement:
-    flags = gpt_flags(
-        layers=args.layers,
-        hidden_size=args.hidden_size,
-        heads=args.heads,
-        seq_length=args.seq_length,
-        vocab_size=args.vocab_size,
-        micro_batch_size=args.micro_batch_size,
-        stages=_STAGES,
-        microbatches=microbatches,
-        iterations=args.iterations,
-        optimizer=args.optimizer,
-    )
+    flags = model_flags(args, stages=_STAGES, microbatches=microbatches)
     return run_job(
         ranks=_STAGES,
         flags=[*flags, *_MODES[name]],
