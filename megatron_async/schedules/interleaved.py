@@ -9,22 +9,14 @@ megatron/core/pipeline_parallel/schedules.py.
 """
 
 from megatron_async.schedules.actions import COMPUTE, Action, Kind, check_stage
-from megatron_async.schedules.one_f_one_b import synchronous_end
+from megatron_async.schedules.one_f_one_b import synchronous_end, synchronous_rule
 from megatron_async.schedules.schedule import (
     Call,
     Pipeline,
     Schedule,
-    VersionRule,
-    fixed_delay,
 )
 
 __all__ = ["INTERLEAVED"]
-
-_RULE = fixed_delay(lambda stage: 0)
-
-
-def _rule(pipeline: Pipeline, microbatches: int) -> VersionRule:
-    return _RULE
 
 
 def _ahead(pipeline: Pipeline, stage: int, microbatches: int) -> int:
@@ -107,7 +99,7 @@ INTERLEAVED = Schedule(
     title="Megatron's interleaved 1F1B",
     help="Megatron's synchronous schedule with several model chunks on each stage",
     call=_call,
-    rule=_rule,
+    rule=synchronous_rule,
     ahead=_ahead,
     least_microbatches=_least_microbatches,
     asynchronous=False,

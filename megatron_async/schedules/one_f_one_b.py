@@ -13,13 +13,25 @@ from megatron_async.schedules.schedule import (
     fixed_delay,
 )
 
-__all__ = ["ONE_F_ONE_B", "synchronous_end"]
+__all__ = ["ONE_F_ONE_B", "synchronous_end", "synchronous_rule", "synchronous_warmup"]
 
 _RULE = fixed_delay(lambda stage: 0)
 
 
-def _rule(pipeline: Pipeline, microbatches: int) -> VersionRule:
+def synchronous_rule(pipeline: Pipeline, microbatches: int) -> VersionRule:
+    """Nothing is delayed."""
     return _RULE
+
+
+def synchronous_warmup(call: Call) -> int:
+    """Return how many microbatches a stage forwards ahead of its first backward in 1F1B order.
+
+    Raises:
+        ValueError: m < 1, or a stage outside 0..p-1.
+    """
+    if call.microbatches < 1:
+        raise ValueError(f"a batch needs at least one microbatch, got {call.microbatches}")
+    return min(warmup_microbatches(call.pipeline.stages, call.stage), call.microbatches)
 
 
 def synchronous_end(call: Call) -> list[Action]:
@@ -46,9 +58,7 @@ def _call(call: Call) -> list[Action]:
         ValueError: m < 1, or a stage outside 0..p-1.
     """
     stage, batch, microbatches = call.stage, call.batch, call.microbatches
-    if microbatches < 1:
-        raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
-    warmup = min(warmup_microbatches(call.pipeline.stages, stage), microbatches)
+    warmup = synchronous_warmup(call)
 
     def act(kind: Kind, microbatch: int, receives: int | None = None) -> Action:
         return Action(
@@ -96,7 +106,7 @@ ONE_F_ONE_B = Schedule(
     title="Megatron's 1F1B",
     help="Megatron's synchronous schedule",
     call=_call,
-    rule=_rule,
+    rule=synchronous_rule,
     asynchronous=False,
     deferrable=False,
 )

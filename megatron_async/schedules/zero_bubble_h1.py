@@ -11,23 +11,18 @@ the authors' post-validation of it is not modelled. Megatron does not have this 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 2.3.
 """
 
-from megatron_async.schedules.actions import COMPUTE, Action, Kind, warmup_microbatches
-from megatron_async.schedules.one_f_one_b import synchronous_end
+from megatron_async.schedules.actions import COMPUTE, Action, Kind
+from megatron_async.schedules.one_f_one_b import (
+    synchronous_end,
+    synchronous_rule,
+    synchronous_warmup,
+)
 from megatron_async.schedules.schedule import (
     Call,
-    Pipeline,
     Schedule,
-    VersionRule,
-    fixed_delay,
 )
 
 __all__ = ["ZERO_BUBBLE_H1"]
-
-_RULE = fixed_delay(lambda stage: 0)
-
-
-def _rule(pipeline: Pipeline, microbatches: int) -> VersionRule:
-    return _RULE
 
 
 def _call(call: Call) -> list[Action]:
@@ -37,9 +32,7 @@ def _call(call: Call) -> list[Action]:
         ValueError: m < 1, or a stage outside 0..p-1.
     """
     stage, batch, microbatches = call.stage, call.batch, call.microbatches
-    if microbatches < 1:
-        raise ValueError(f"a batch needs at least one microbatch, got {microbatches}")
-    warmup = min(warmup_microbatches(call.pipeline.stages, stage), microbatches)
+    warmup = synchronous_warmup(call)
     actions: list[Action] = []
 
     def act(kind: Kind, microbatch: int) -> None:
@@ -74,7 +67,7 @@ ZERO_BUBBLE_H1 = Schedule(
     title="ZB-H1",
     help="a synchronous schedule with a split backward and a third of 1F1B's bubble",
     call=_call,
-    rule=_rule,
+    rule=synchronous_rule,
     asynchronous=False,
     deferrable=False,
     split_backward=True,
