@@ -6,7 +6,7 @@ test_device.py.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -68,17 +68,24 @@ def test_nothing_but_messages_between_stages_holds_computation_up(
 # ----------------------------------------------------------------------- the exchange of numbers
 
 
+def in_actions(trace: Trace) -> Iterator[tuple[str, Item]]:
+    """Each item with the name of the action that it belongs to, "" between actions."""
+    action = ""
+    for item in trace.items:
+        if isinstance(item, Begin):
+            action = item.action
+        elif isinstance(item, End):
+            action = ""
+        else:
+            yield action, item
+
+
 def crossing(of: Sequence[Trace]) -> set[str]:
     """What an update has in flight between stages on the device."""
     found = set()
     for trace in of:
-        action = ""
-        for item in trace.items:
-            if isinstance(item, Begin):
-                action = item.action
-            elif isinstance(item, End):
-                action = ""
-            elif (
+        for action, item in in_actions(trace):
+            if (
                 isinstance(item, Communication)
                 and action in ("launch_update", "complete_update")
                 and not item.on_host
@@ -260,13 +267,8 @@ def of_updates(of: Sequence[Trace]) -> dict[tuple[int, ...], set[str]]:
     """The communicators of the device that updates use, by their ranks, with what made them."""
     found: dict[tuple[int, ...], set[str]] = {}
     for trace in of:
-        action = ""
-        for item in trace.items:
-            if isinstance(item, Begin):
-                action = item.action
-            elif isinstance(item, End):
-                action = ""
-            elif isinstance(item, Communication) and not item.on_host and "update" in action:
+        for action, item in in_actions(trace):
+            if isinstance(item, Communication) and not item.on_host and "update" in action:
                 found.setdefault(item.ranks, set()).add(item.label or item.group)
     return found
 

@@ -7,27 +7,12 @@ import pytest
 import torch
 
 from megatron_async.weights.drifting_stages import DriftingStages
+from tests.weights.staged_model import StagedModel
 
 
-class _Model(torch.nn.Module):
-    """Two layers without biases; every weight of version v is v + 1."""
-
-    def __init__(self, *, tied: bool = False) -> None:
-        super().__init__()
-        self.pre_process = True
-        self.share_embeddings_and_output_weights = tied
-        self.config = SimpleNamespace(num_layers=2)
-        self.embedding: Any = torch.nn.Module()
-        self.embedding.word_embeddings = torch.nn.Embedding(3, 2)
-        self.decoder: Any = torch.nn.Module()
-        self.decoder.layers = torch.nn.ModuleList(
-            torch.nn.Linear(2, 2, bias=False) for _ in range(2)
-        )
-        for number, layer in enumerate(self.decoder.layers, start=1):
-            vars(layer)["layer_number"] = number
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.fill_(1.0)
+def _model(**options: Any) -> Any:
+    """Layers without biases; every weight of version v is v + 1."""
+    return StagedModel(bias=False, value=1.0, **options)
 
 
 def _weights(model: Any, backward: dict[int, int]) -> DriftingStages:
@@ -68,7 +53,7 @@ def _input_gradient(model: Any, weights: DriftingStages, *, version: int, microb
 def test_a_backward_reads_the_version_that_its_stage_has_then(
     backward: dict[int, int], product: float
 ) -> None:
-    model: Any = _Model()
+    model = _model()
     weights = _weights(model, backward)
     _step(model, weights)
     assert _input_gradient(model, weights, version=0, microbatch=0) == product
@@ -78,7 +63,7 @@ def test_a_backward_reads_the_version_that_its_stage_has_then(
 
 
 def test_an_update_leaves_nothing_of_the_drift() -> None:
-    model: Any = _Model()
+    model = _model()
     weights = _weights(model, {0: 1, 1: 0})
     _step(model, weights)
     _input_gradient(model, weights, version=0, microbatch=0)
@@ -90,7 +75,7 @@ def test_an_update_leaves_nothing_of_the_drift() -> None:
 
 
 def test_a_tied_embedding_drifts_with_the_output_layer() -> None:
-    model: Any = _Model(tied=True)
+    model = _model(tied=True)
     weights = _weights(model, {0: 0, 1: 1})
     _step(model, weights)
     weights.compute_on(0)

@@ -12,28 +12,7 @@ from megatron_async.weights.emulated_stages import (
     stages_of_parameters,
 )
 from megatron_async.weights.versions import WeightVersions
-
-
-class _Model(torch.nn.Module):
-    """The parts of a GPT that are told apart by name; every parameter starts at 0."""
-
-    def __init__(self, *, layers: int = 2, tied: bool = False) -> None:
-        super().__init__()
-        self.pre_process = True
-        self.share_embeddings_and_output_weights = tied
-        self.config = SimpleNamespace(num_layers=layers)
-        self.embedding: Any = torch.nn.Module()
-        self.embedding.word_embeddings = torch.nn.Embedding(3, 2)
-        self.decoder: Any = torch.nn.Module()
-        self.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(layers))
-        for number, layer in enumerate(self.decoder.layers, start=1):
-            vars(layer)["layer_number"] = number
-        self.decoder.final_layernorm = torch.nn.LayerNorm(2)
-        if not tied:
-            self.output_layer = torch.nn.Linear(2, 3, bias=False)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.zero_()
+from tests.weights.staged_model import StagedModel
 
 
 def _step(model: torch.nn.Module, weights: WeightVersions) -> None:
@@ -69,7 +48,7 @@ def test_layers_are_spread_evenly(layers: int, stages: int, expected: list[int])
 
 
 def test_ends_of_the_model_belong_to_the_ends_of_the_pipeline() -> None:
-    model: Any = _Model(layers=4)
+    model: Any = StagedModel(layers=4)
     stages = stages_of_parameters(model, 2)
     by_name = {name: stages[parameter] for name, parameter in model.named_parameters()}
     assert by_name == {
@@ -85,7 +64,7 @@ def test_ends_of_the_model_belong_to_the_ends_of_the_pipeline() -> None:
 
 
 def test_a_batch_runs_on_the_versions_of_its_stages_and_all_else_on_the_newest() -> None:
-    model: Any = _Model()
+    model: Any = StagedModel()
     weights = EmulatedStages(model, SimpleNamespace(), stages=4)
     delays = {
         "embedding.word_embeddings": 3,
@@ -108,7 +87,7 @@ def test_a_batch_runs_on_the_versions_of_its_stages_and_all_else_on_the_newest()
 
 
 def test_a_tied_embedding_is_stale_inside_of_the_embedding_alone() -> None:
-    model: Any = _Model(tied=True)
+    model: Any = StagedModel(tied=True)
     weights = EmulatedStages(model, SimpleNamespace(), stages=3)
     words = model.embedding.word_embeddings
     tokens = torch.tensor([0, 2])
@@ -123,7 +102,7 @@ def test_a_tied_embedding_is_stale_inside_of_the_embedding_alone() -> None:
 
 
 def test_gradient_of_a_tied_embedding_is_the_sum_of_its_two_uses() -> None:
-    model: Any = _Model(tied=True)
+    model: Any = StagedModel(tied=True)
     weights = EmulatedStages(model, SimpleNamespace(), stages=2)
     weight = model.embedding.word_embeddings.weight
     with torch.no_grad():
@@ -142,7 +121,7 @@ def test_gradient_of_a_tied_embedding_is_the_sum_of_its_two_uses() -> None:
 
 
 def test_other_versions_are_refused_and_a_failed_update_is_not_published() -> None:
-    model: Any = _Model()
+    model: Any = StagedModel()
     weights = EmulatedStages(model, SimpleNamespace(), stages=2)
     _step(model, weights)
     for version in (0, 2):
@@ -159,7 +138,7 @@ def test_other_versions_are_refused_and_a_failed_update_is_not_published() -> No
 
 
 def test_restart_leaves_no_older_version() -> None:
-    model: Any = _Model()
+    model: Any = StagedModel()
     weights = EmulatedStages(model, SimpleNamespace(), stages=4)
     for _ in range(5):
         _step(model, weights)
@@ -176,11 +155,11 @@ def test_restart_leaves_no_older_version() -> None:
 
 
 def test_older_versions_take_what_the_delays_need() -> None:
-    model: Any = _Model()
+    model: Any = StagedModel()
     weights = EmulatedStages(model, SimpleNamespace(), stages=4)
     sizes: dict[str, Any] = {name: p.numel() for name, p in model.named_parameters()}
     first = sizes["embedding.word_embeddings.weight"] + 6  # 2 x 2 and 2 elements of layer 0
     assert weights.older_bytes() == 4 * (3 * first + 1 * 6)
     assert weights.count == 1
-    one = EmulatedStages(_Model(), SimpleNamespace(), stages=1)
+    one = EmulatedStages(StagedModel(), SimpleNamespace(), stages=1)
     assert one.older_bytes() == 0
