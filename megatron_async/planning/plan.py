@@ -12,19 +12,18 @@ from megatron_async.corrections import CORRECTIONS, RECOMMENDED
 from megatron_async.corrections.correction import ADAPTIVE_STRENGTH
 from megatron_async.optimizers import OPTIMIZERS
 from megatron_async.planning import search_command
-from megatron_async.planning.built import built_parameters
 from megatron_async.planning.candidates import (
     Candidate,
     add_schedule_flags,
     candidates,
     pipeline_of,
 )
+from megatron_async.planning.check import check
 from megatron_async.planning.memory import (
     Layout,
     ModelShape,
     StageMemory,
     Storage,
-    count_parameters,
     peak_in_flight,
     stage_memory,
 )
@@ -133,27 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.csv:
         _write_csv(args.csv, predictions, memory)
     if args.check and shape is not None and layout is not None:
-        return _check(shape, layout)
+        return check(shape, layout)
     return 0
-
-
-def _check(shape: ModelShape, layout: Layout) -> int:
-    """Compare the counted parameters with those of the model that Megatron builds."""
-    try:
-        [built] = built_parameters([(shape, layout)])
-    except RuntimeError as error:
-        print(f"\n--check: {error}", file=sys.stderr)
-        return 1
-    rows = [["parameters of one rank", "counted", "built by Megatron"]]
-    wrong = False
-    for stage, there in enumerate(built):
-        counted = count_parameters(shape, layout, stage).total
-        wrong |= counted != there
-        rows.append([f"stage {stage}", f"{counted:,}", f"{there:,}"])
-    print()
-    print_table(rows)
-    print("They differ: please report it." if wrong else "They are equal.")
-    return int(wrong)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -374,6 +354,12 @@ def _print_times(
         )
     print(file=out)
     print_table(rows, out)
+    print(
+        "\nof ideal: of m (t_f + t_b) + t_opt of the slowest stage, an iteration without a bubble. "
+        "idle: the\nshare of it that a stage waits, mean over the stages; where they are unequal "
+        "they wait for the slowest.",
+        file=out,
+    )
     times = {prediction.schedule: prediction for prediction in predictions}
     fast, slow = times[RECOMMENDED_SCHEDULE], times[ONE_F_ONE_B.name]
     if fast.time and slow.time:
@@ -434,10 +420,12 @@ def _print_memory(
     args: argparse.Namespace,
     out: TextIO,
 ) -> None:
-    # The stages that differ: the ends, and whichever holds most.
-    fullest = max(memory.values(), key=lambda per_stage: max(s.total for s in per_stage))
-    top = max(range(layout.stages), key=lambda stage: fullest[stage].total)
-    shown = sorted({0, layout.stages - 1, top})
+    # The stages that differ: the ends, and of each schedule the one that holds most.
+    fullest = {
+        name: max(range(layout.stages), key=lambda stage: per_stage[stage].total)
+        for name, per_stage in memory.items()
+    }
+    shown = sorted({0, layout.stages - 1, *fullest.values()})
     print(
         f"\nMemory of one rank in GiB ({args.precision}, {args.optimizer}"
         f"{', distributed optimizer' if args.distributed_optimizer else ''}); "

@@ -1,12 +1,14 @@
 """Layouts of a model on a number of GPUs, the fastest first.
 
-All combinations of tensor, pipeline and data parallelism, microbatch size and schedule are looked
-at. Layers are spread by the exact partition, among those splits that fit the memory. Each gets a
-bound that no simulation of it can beat, and layouts are simulated in the order of their bounds
-until no bound is below the times that were found: the result is that of simulating all of them.
+All combinations of tensor, pipeline, expert and data parallelism, microbatch size and schedule are
+looked at. Layers are spread by the exact partition, among those splits that fit the memory. Each
+gets a bound that no simulation of it can beat, and layouts are simulated in the order of their
+bounds until no bound is below the times that were found: the result is that of simulating all of
+them.
 """
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -24,7 +26,7 @@ from megatron_async.planning.times import Part, Rates, parts, stage_parts
 from megatron_async.schedules.schedule import Call, Pipeline, settled_calls
 from megatron_async.schedules.simulator import Costs, simulate
 
-__all__ = ["Choice", "Cluster", "layouts", "search"]
+__all__ = ["Choice", "Cluster", "Sizes", "layouts", "search"]
 
 _SETTLED = 5
 """The first batches run on weights that are less old than those of later ones."""
@@ -53,15 +55,34 @@ class Cluster:
     communicator_gib: float
     rates: Rates
 
-    def room(self, *, tensor: int, stages: int, data: int) -> float:
+    def room(self, layout: Layout) -> float:
         """Bytes of a rank for what is counted.
 
         A communicator each for the tensor-parallel ranks, the replicas, the stages' messages and
-        the ranks of a replica.
+        the ranks of a replica; with expert parallelism for the ranks that share experts, and for
+        the experts' replicas.
         """
+        tensor, stages, data = layout.tensor_parallel, layout.stages, layout.data_parallel
         communicators = (tensor > 1) + (data > 1) + (stages > 1) + (tensor * stages > 1)
+        if layout.expert_parallel > 1:
+            communicators += 1 + (data > layout.expert_parallel)
         left = self.memory_gib - self.reserve_gib - communicators * self.communicator_gib
         return left * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """To which a search is restricted; None: any.
+
+    Attributes:
+        tensor: ranks that share a layer.
+        pipeline: stages.
+        expert: ranks that share the experts.
+    """
+
+    tensor: Sequence[int] | None = None
+    pipeline: Sequence[int] | None = None
+    expert: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +91,7 @@ class Choice:
 
     Attributes:
         candidate: the schedule.
-        layout: stages, layers, tensor and data parallelism.
+        layout: stages, layers, tensor, expert and data parallelism.
         micro_batch_size: sequences.
         microbatches: m.
         costs: of its stages, milliseconds.
@@ -131,6 +152,7 @@ def layouts(
     global_batch: int,
     micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
     chunks: int = 2,
+    sizes: Sizes | None = None,
 ) -> Iterator[Choice]:
     """Return every layout that can be run and fits.
 
@@ -142,34 +164,45 @@ def layouts(
         global_batch: sequences.
         micro_batch_sizes: to try.
         chunks: of interleaved schedules.
+        sizes: to look at.
     """
-    for tensor in _divisors(min(cluster.node, cluster.gpus)):
-        groups = shape.query_groups or shape.attention_heads
-        if groups % tensor or shape.ffn % tensor or shape.attention_heads % tensor:
-            continue
-        for stages in _divisors(cluster.gpus // tensor):
-            data = cluster.gpus // tensor // stages
-            if cluster.gpus % tensor or stages > shape.layers + 2:
-                continue
-            for micro in micro_batch_sizes:
-                if global_batch % (micro * data):
-                    continue
-                microbatches = global_batch // (micro * data)
+    for layout in _layouts(shape, cluster, sizes or Sizes()):
+        for micro in micro_batch_sizes:
+            microbatches, left = divmod(global_batch, micro * layout.data_parallel)
+            if not left:
                 yield from _with_schedules(
                     shape,
                     storage,
                     cluster,
                     candidates=candidates,
-                    layout=Layout(
-                        stages=stages,
-                        layers_per_stage=[0] * stages,
-                        tensor_parallel=tensor,
-                        data_parallel=data,
-                        sequence_parallel=tensor > 1,
-                    ),
+                    layout=layout,
                     micro=micro,
                     microbatches=microbatches,
                     chunks=chunks,
+                )
+
+
+def _layouts(shape: ModelShape, cluster: Cluster, sizes: Sizes) -> Iterator[Layout]:
+    """All of them, without layers."""
+    groups = shape.query_groups or shape.attention_heads
+    for tensor in _divisors(min(cluster.node, cluster.gpus), sizes.tensor):
+        if groups % tensor or shape.ffn % tensor or shape.attention_heads % tensor:
+            continue
+        if cluster.gpus % tensor:
+            continue
+        for stages in _divisors(cluster.gpus // tensor, sizes.pipeline):
+            if stages > shape.layers + 2:
+                continue
+            data = cluster.gpus // tensor // stages
+            # The ranks that share experts are replicas of everything else.
+            for expert in _divisors(math.gcd(data, shape.experts or 1), sizes.expert):
+                yield Layout(
+                    stages=stages,
+                    layers_per_stage=[0] * stages,
+                    tensor_parallel=tensor,
+                    data_parallel=data,
+                    expert_parallel=expert,
+                    sequence_parallel=tensor > 1,
                 )
 
 
@@ -184,10 +217,10 @@ def _with_schedules(
     microbatches: int,
     chunks: int,
 ) -> Iterator[Choice]:
-    stages, data, rates = layout.stages, layout.data_parallel, cluster.rates
-    all_parts = parts(shape, layout, storage, rates, micro_batch_size=micro)
+    stages, rates = layout.stages, cluster.rates
+    all_parts = parts(shape, layout, storage, rates, micro_batch_size=micro, node=cluster.node)
     times = [part.iteration(microbatches) for part in all_parts]
-    most = cluster.room(tensor=layout.tensor_parallel, stages=stages, data=data)
+    most = cluster.room(layout)
     for candidate in candidates:
         schedule = candidate.schedule
         pipeline = candidate.pipeline(stages=stages, chunks=chunks)
@@ -316,21 +349,33 @@ def _costs(
     own: Sequence[Part],
     micro: int,
 ) -> Costs:
-    data = layout.data_parallel
-    parameters = max(part.parameters for part in own)
     sent = 2.0 * shape.seq_length * micro * shape.hidden_size
     if layout.sequence_parallel:
         sent /= layout.tensor_parallel
-    gradients = (2 if storage.grad_reduce_in_bf16 else 4) * parameters
-    ring = (data - 1) / data / rates.network_gb_s / 1e6
-    # Reduced and scattered, then gathered as bf16 weights; or reduced on all replicas.
-    sharded = storage.distributed_optimizer
     return Costs(
         forward=[part.forward for part in own],
         backward=[part.backward for part in own],
         optimizer=[part.optimizer for part in own],
         latency=rates.message_ms(sent) if layout.stages > 1 else 0.0,
-        reduction=gradients * ring * (1 if sharded else 2) + (2 * parameters * ring * sharded),
+        reduction=max(_reduction(part, layout, storage, rates) for part in own),
+    )
+
+
+def _reduction(part: Part, layout: Layout, storage: Storage, rates: Rates) -> float:
+    """Milliseconds of a stage's gradients over its replicas, those of experts over theirs.
+
+    Reduced and scattered, then gathered as bf16 weights; or reduced on all replicas.
+    """
+    gradient = 2 if storage.grad_reduce_in_bf16 else 4
+    bytes_ = gradient + 2 if storage.distributed_optimizer else 2 * gradient
+    data = layout.data_parallel
+    groups = (
+        (part.parameters - part.experts, data),
+        (part.experts, data // layout.expert_parallel),
+    )
+    return sum(
+        bytes_ * count * (replicas - 1) / replicas / rates.network_gb_s / 1e6
+        for count, replicas in groups
     )
 
 
@@ -351,5 +396,6 @@ def _even(per_stage: int, stages: int, count: int) -> list[tuple[int, int]]:
     return list(pairwise(borders))
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def _divisors(number: int, among: Sequence[int] | None) -> list[int]:
+    found = range(1, number + 1) if among is None else sorted(set(among))
+    return [each for each in found if number % each == 0]

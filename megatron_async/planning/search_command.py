@@ -2,17 +2,19 @@
 
 import argparse
 import csv
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_async.corrections import CORRECTIONS, RECOMMENDED
 from megatron_async.optimizers import OPTIMIZERS
 from megatron_async.planning.candidates import candidate, candidates
+from megatron_async.planning.check import check
 from megatron_async.planning.devices import DEVICES
 from megatron_async.planning.memory import Storage
 from megatron_async.planning.model_flags import add_model_flags, shape_of
 from megatron_async.planning.partition import layout as layout_flag
-from megatron_async.planning.search import Choice, Cluster, layouts, search
+from megatron_async.planning.search import Choice, Cluster, Sizes, layouts, search
 from megatron_async.planning.tables import print_table
 from megatron_async.planning.times import Rates
 
@@ -29,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if any(value is None for value in (args.layers, args.hidden_size, args.heads)):
             raise ValueError("a model needs --num-layers, --hidden-size and --num-attention-heads")
-        if min(args.gpus, args.global_batch_size, args.top, args.gpus_per_node) < 1:
-            raise ValueError("numbers must be positive")
+        _check_numbers(args)
         shape = shape_of(args)
         rates = Rates.of(device, network_gb_s=args.network_gb_s)
         if args.tflops is not None:
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
                 global_batch=args.global_batch_size,
                 micro_batch_sizes=sorted(set(args.micro_batch_sizes)),
                 chunks=args.chunks,
+                sizes=Sizes(tensor=args.tensor, pipeline=args.pipeline, expert=args.expert),
             )
         )
     except ValueError as error:
@@ -77,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
     if not found:
         print(
             "Nothing fits. More GPUs, --recompute, --grad-reduce-in-bf16, smaller "
-            "--micro-batch-sizes or a lower --reserve-gib give room."
+            "--micro-batch-sizes or a lower --reserve-gib give room. Sizes must divide the GPUs, "
+            "heads and experts, and a batch what its replicas take at a time."
         )
         return 1
     best: list[Choice] = []
@@ -85,26 +88,55 @@ def main(argv: Sequence[str]) -> int:
         of_it = [choice for choice in found if name in (None, choice.candidate.name)]
         best += search(of_it, top=args.top)
     best.sort(key=lambda choice: choice.time)
+    rows = [_row(choice) for choice in best]
+    if shape.experts is not None:
+        for row, choice in zip(rows, best, strict=True):
+            row.insert(_EXPERT_COLUMN, str(choice.layout.expert_parallel))
+    titles = list(_TITLES)
+    if shape.experts is not None:
+        titles.insert(_EXPERT_COLUMN, "EP")
     print()
-    print_table([_TITLES, *(_row(choice) for choice in best)])
-    first = best[0]
-    print(f"\nThe first: --tensor-model-parallel-size {first.layout.tensor_parallel}", end="")
-    print(f" --pipeline-model-parallel-size {first.layout.stages}", end="")
-    print(f" --micro-batch-size {first.micro_batch_size}", end="")
-    if first.chunks > 1:
-        layers = first.layout.layers_per_stage[0] // first.chunks
-        print(f" --num-layers-per-virtual-pipeline-stage {layers}", end="")
-    elif first.layout.stages > 1:
-        layers_flag = layout_flag(first.layout.layers_per_stage)
-        print(f" --pipeline-model-parallel-layout '{layers_flag}'", end="")
-    print()
+    print_table([titles, *rows])
+    print(f"\nThe first: {' '.join(_flags(best[0]))}")
     if args.csv:
         with args.csv.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([_TITLES, *(_row(choice) for choice in best)])
-    return 0
+            csv.writer(file).writerows([titles, *rows])
+    return check(shape, best[0].layout) if args.check else 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Raise a ValueError that names the flag whose number makes no sense."""
+    whole = ("gpus", "gpus_per_node", "global_batch_size", "top", "chunks", "micro_batch_sizes")
+    positive = ("tflops", "memory_gib", "network_gb_s")
+    sizes = ("tensor", "pipeline", "expert")
+    for name in (*whole, *positive, *sizes, "reserve_gib", "communicator_gib"):
+        given = getattr(args, name)
+        flag = f"--{name}-model-parallel-size" if name in sizes else f"--{name.replace('_', '-')}"
+        for value in given if isinstance(given, list) else [given]:
+            if value is None:
+                continue
+            if not math.isfinite(value) or value < 0 or (value == 0 and "_gib" not in name):
+                raise ValueError(f"{flag} must be positive, got {value}")
+
+
+def _flags(choice: Choice) -> list[str]:
+    """Megatron's."""
+    layout = choice.layout
+    flags = [f"--tensor-model-parallel-size {layout.tensor_parallel}"]
+    flags.append(f"--pipeline-model-parallel-size {layout.stages}")
+    if layout.expert_parallel > 1:
+        flags.append(f"--expert-model-parallel-size {layout.expert_parallel}")
+    flags.append(f"--micro-batch-size {choice.micro_batch_size}")
+    if choice.chunks > 1:
+        layers = layout.layers_per_stage[0] // choice.chunks
+        flags.append(f"--num-layers-per-virtual-pipeline-stage {layers}")
+    elif layout.stages > 1:
+        flags.append(f"--pipeline-model-parallel-layout '{layout_flag(layout.layers_per_stage)}'")
+    return flags
 
 
 _TITLES = ["schedule", "TP", "PP", "DP", "mbs", "m", "s/iteration", "delay", "GiB", "layout"]
+_EXPERT_COLUMN = 3
 
 
 def _row(choice: Choice) -> list[str]:
@@ -154,6 +186,20 @@ def _parser() -> argparse.ArgumentParser:
         default=50.0,
         help="10^9 bytes a second of each GPU to other nodes (default 50)",
     )
+    sizes = parser.add_argument_group("sizes", "Those to look at (default: all that are possible).")
+    for name, metavar, meaning in (
+        ("tensor", "TP", "ranks of a node that share a layer"),
+        ("pipeline", "PP", "stages"),
+        ("expert", "EP", "replicas that share the experts of a mixture"),
+    ):
+        sizes.add_argument(
+            f"--{name}-model-parallel-size",
+            dest=name,
+            type=int,
+            nargs="+",
+            metavar=metavar,
+            help=meaning,
+        )
     names = [each.name for each in candidates()]
     parser.add_argument(
         *("--schedules", "--schedule"),
@@ -164,7 +210,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"of {', '.join(names)} (default: {', '.join(_SCHEDULES)})",
     )
-    parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8])
+    sizes.add_argument(
+        *("--micro-batch-sizes", "--micro-batch-size"),
+        dest="micro_batch_sizes",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        metavar="N",
+        help="sequences (default 1 2 4 8)",
+    )
     parser.add_argument("--chunks", type=int, default=2, help="of interleaved 1F1B (default 2)")
     parser.add_argument(
         "--optimizer",
@@ -186,6 +240,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top", type=int, default=10, help="how many to list (default 10)")
     parser.add_argument("--each", action="store_true", help="so many of each schedule")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="build the fastest layout's stages with Megatron, on the meta device, and compare the "
+        "parameters",
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table as CSV")
     add_model_flags(parser)
     return parser

@@ -6,11 +6,18 @@ ring sends over the slowest link. Nothing here was measured on a GPU; overlap, k
 contention are left out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_async.optimizers import OPTIMIZERS
 from megatron_async.planning.devices import Device
-from megatron_async.planning.memory import Layout, ModelShape, Storage, count_parameters
+from megatron_async.planning.memory import (
+    Layout,
+    ModelShape,
+    ParameterCount,
+    Storage,
+    count_parameters,
+)
 
 __all__ = ["Part", "Rates", "forward_flops", "parts", "stage_parts"]
 
@@ -51,7 +58,7 @@ class Rates:
     Attributes:
         tflops: 10^12 operations of a matrix product that training reaches.
         memory_gb_s: bandwidth of the memory, 10^9 bytes.
-        link_gb_s: of the links between the ranks that share a layer, in each direction.
+        link_gb_s: of the links between the ranks of a node, in each direction.
         network_gb_s: of those between stages and replicas.
     """
 
@@ -84,12 +91,14 @@ class Part:
         backward: likewise, with what is computed anew for it.
         optimizer: of a step.
         parameters: that it adds to the rank.
+        experts: how many of them belong to experts, whose replicas are fewer.
     """
 
     forward: float
     backward: float
     optimizer: float
     parameters: int
+    experts: int = 0
 
     def iteration(self, microbatches: int) -> float:
         """m (t_f + t_b) + t_opt."""
@@ -103,12 +112,15 @@ def parts(
     rates: Rates,
     *,
     micro_batch_size: int,
+    node: int = 8,
 ) -> list[Part]:
     """Return the model's parts in order: embedding, layers, head.
 
     Args:
         layout: its tensor, expert and data parallelism counts; the stages do not, except that a
             head that is tied is a copy unless there is one stage.
+        node: ranks of a node. Tokens are sent to experts over the links in a node if all the ranks
+            that share experts are on one.
     """
     tokens = shape.seq_length * micro_batch_size
     activation = 2.0 * tokens * shape.hidden_size  # bf16
@@ -118,8 +130,15 @@ def parts(
     def compute(flops: float) -> float:
         return tokens * flops / tp / rates.tflops / 1e9
 
-    # Two all-reduces over the ranks that share the layer, or as many gathers and scatters.
-    shared = 2 * 2 * (tp - 1) / tp * activation / rates.link_gb_s / 1e6
+    # Two all-reduces over the ranks that share the layer, or as many gathers and scatters; those of
+    # experts have each token once for each of its experts.
+    copies = 1 if shape.experts is None else shape.experts_per_token
+    shared = 2 * (1 + copies) * (tp - 1) / tp * activation / rates.link_gb_s / 1e6
+    # Tokens go to their experts, and back.
+    ep = layout.expert_parallel
+    own_tokens = activation / (tp if layout.sequence_parallel else 1)
+    gb_s = rates.link_gb_s if tp * ep <= node else rates.network_gb_s
+    shared += 2 * copies * (ep - 1) / ep * own_tokens / gb_s / 1e6
     forward = compute(layer_flops) + shared
     again = forward if storage.recompute else 0.0
     few = Layout(
@@ -137,27 +156,37 @@ def parts(
     if layout.stages == 1 and shape.tied:
         head_parameters -= shape.vocab_size * shape.hidden_size // tp
 
-    def step(parameters: int, matrices: int) -> float:
+    sharded = storage.distributed_optimizer
+    replicas = layout.data_parallel if sharded else 1
+    expert_replicas = layout.data_parallel // ep if sharded else 1
+
+    def step(count: ParameterCount, parameters: int) -> float:
         """Bytes read and written: gradient, main parameter, state and weight."""
         states = OPTIMIZERS[storage.optimizer].state_bytes or (8, 8)
-        others = parameters - matrices
-        bytes_ = parameters * (4 + 2 * 4 + 2) + 2 * (states[0] * matrices + states[1] * others)
+        others = parameters - count.matrices
+        bytes_ = parameters * (4 + 2 * 4 + 2) + 2 * (
+            states[0] * count.matrices + states[1] * others
+        )
         time = bytes_ / rates.memory_gb_s / 1e6
-        if matrices and "muon" in storage.optimizer:
-            time += _newton_schulz_flops(shape, few) / rates.tflops / 1e9
-        return time / (layout.data_parallel if storage.distributed_optimizer else 1)
+        share = count.experts / parameters
+        time *= (1 - share) / replicas + share / expert_replicas
+        if count.matrices and "muon" in storage.optimizer:
+            dense, experts = _newton_schulz_flops(shape, few)
+            time += (dense / replicas + experts / expert_replicas) / rates.tflops / 1e9
+        return time
 
     layer = Part(
         forward=forward,
         backward=2 * compute(layer_flops) + shared + again,
-        optimizer=step(layer_count.total, layer_count.matrices),
+        optimizer=step(layer_count, layer_count.total),
         parameters=layer_count.total,
+        experts=layer_count.experts,
     )
     touched = 2 * activation / rates.memory_gb_s / 1e6  # read and written
     embedding = Part(
         forward=touched,
         backward=2 * touched,
-        optimizer=step(embedding_count.total, 0),
+        optimizer=step(embedding_count, embedding_count.total),
         parameters=embedding_count.total,
     )
     # The fp32 logits are written and read about four times by the loss, and likewise backward.
@@ -165,21 +194,31 @@ def parts(
     head = Part(
         forward=compute(head_flops) + logits,
         backward=2 * compute(head_flops) + logits,
-        optimizer=step(head_parameters, 0),
+        optimizer=step(head_count, head_parameters),
         parameters=head_parameters,
     )
     return [embedding, *[layer] * shape.layers, head]
 
 
-def _newton_schulz_flops(shape: ModelShape, layout: Layout) -> float:
-    """Of one layer's matrices on a rank: for m x n, m <= n, in each step two products of 2 m^2 n
-    and one of 2 m^3. A rank has its own part of a matrix (Megatron's ``blockwise``)."""
+def _newton_schulz_flops(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Of one layer's matrices on a rank: without its experts', and of these.
+
+    For m x n, m <= n, in each step two products of 2 m^2 n and one of 2 m^3. A rank has its own
+    part of a matrix (Megatron's ``blockwise``).
+    """
     hidden, tp = shape.hidden_size, layout.tensor_parallel
     wide = shape.ffn * (2 if shape.gated else 1)
     qkv = shape.query_width + 2 * shape.kv_width
-    matrices = [(qkv / tp, hidden), (hidden, shape.query_width / tp)]
-    experts = 1 if shape.experts is None else shape.experts // layout.expert_parallel
-    matrices += [(wide / tp, hidden), (hidden, shape.ffn / tp)] * experts
+    attention = [(qkv / tp, hidden), (hidden, shape.query_width / tp)]
+    mlp = [(wide / tp, hidden), (hidden, shape.ffn / tp)]
+    if shape.experts is None:
+        return _newton_schulz([*attention, *mlp]), 0.0
+    here = shape.experts // layout.expert_parallel
+    router = (shape.experts, hidden)
+    return _newton_schulz([*attention, router]), here * _newton_schulz(mlp)
+
+
+def _newton_schulz(matrices: Sequence[tuple[float, float]]) -> float:
     total = 0.0
     for rows, columns in matrices:
         short, long = sorted((rows, columns))
@@ -196,6 +235,7 @@ def stage_parts(all_parts: list[Part], split: list[tuple[int, int]]) -> list[Par
             backward=sum(part.backward for part in all_parts[first:end]),
             optimizer=sum(part.optimizer for part in all_parts[first:end]),
             parameters=sum(part.parameters for part in all_parts[first:end]),
+            experts=sum(part.experts for part in all_parts[first:end]),
         )
         for first, end in split
     ]

@@ -153,10 +153,14 @@ def _expanded(word: str, known: Mapping[str, str]) -> list[str]:
 
 
 def _assignments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Those in front of a command, srun's ``--export=ALL,A=1`` and containers' ``--env=A=1``."""
     for word in words:
-        if _ASSIGNMENT.match(word):
-            name, _, value = word.partition("=")
-            yield name, value
+        flag, _, listed = word.partition("=")
+        each = listed.split(",") if flag == "--export" else [listed] if flag == "--env" else [word]
+        for text in each:
+            if _ASSIGNMENT.match(text):
+                name, _, value = text.partition("=")
+                yield name, value
 
 
 def _of_words(words: Sequence[str], environment: Mapping[str, str]) -> TrainingCommand:

@@ -12,15 +12,10 @@ import copy
 import inspect
 import io
 import linecache
-import logging
-import os
 import sys
 import traceback
-import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -32,12 +27,12 @@ from megatron_async.config.startup import flags_in
 from megatron_async.config.validation.rule import Facts, Subject
 from megatron_async.optimizers import add_optimizer_arguments
 from megatron_async.schedules import RECOMMENDED
+from megatron_async.tools.surroundings import Engine, pretended, without_engine
 from megatron_async.tools.training_command import TrainingCommand
 
 __all__ = ["Verdict", "judge"]
 
-_HOPPER: Final = 9
-"""Compute capability that checks on the GPU see where there is none."""
+_CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +66,11 @@ def judge(command: TrainingCommand) -> Verdict:
     The Megatron that is asked is the one that the script would run on: that of the script's folder
     if it holds one, and else the installed one. Imports it.
     """
-    with _pretended(command):
-        return _judge(command)
+    with pretended(command) as engine:
+        return _judge(command, engine)
 
 
-def _judge(command: TrainingCommand) -> Verdict:
+def _judge(command: TrainingCommand, engine: Engine) -> Verdict:
     script = Path(command.script)
     notes = list(command.notes)
     if not script.is_file():
@@ -106,7 +101,7 @@ def _judge(command: TrainingCommand) -> Verdict:
         return Verdict(
             megatron=facts.megatron_version, problems=tuple(problems), notes=tuple(notes)
         )
-    return _checked(args, facts, problems, notes)
+    return _checked(args, facts, problems, notes, engine)
 
 
 def _launching(command: TrainingCommand, facts: Facts) -> list[str]:
@@ -164,7 +159,11 @@ def _of_parser(why: str) -> str:
 
 
 def _checked(
-    args: argparse.Namespace, facts: Facts, problems: list[str], notes: list[str]
+    args: argparse.Namespace,
+    facts: Facts,
+    problems: list[str],
+    notes: list[str],
+    engine: Engine,
 ) -> Verdict:
     """The rules on parsed arguments, Megatron's checks, the rules on what these leave."""
     if args.use_checkpoint_args:
@@ -179,6 +178,13 @@ def _checked(
     if megatrons is None:
         adjusted = set_defaults(validated)
         configuration, failed = _configuration(validated)
+        if (needed := without_engine(validated, engine)) is not None:
+            if engine is Engine.ASSUMED:
+                notes = [*notes, needed]
+            else:
+                problems = [*problems, needed]
+                if "apply_rope_fusion" in (failed or ""):
+                    failed = None  # the same
         if failed is not None:
             problems.append(failed)
         found, unwise = _broken(validated, facts, configs=configuration)
@@ -249,6 +255,13 @@ def _of_megatron(error: BaseException) -> str:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         line = linecache.getline(frame.filename, frame.lineno or 0).strip()
         text = f"`{line}` does not hold ({Path(frame.filename).name}, line {frame.lineno})"
+    if _CONNECTIONS in text:
+        # Megatron's message has no full stop, and does not say where.
+        text = (
+            f"{text.rstrip('.')}, which the command does not do, nor is it set here. Export it, or "
+            f"put it in front: -- {_CONNECTIONS}=1 torchrun ... (examples/gpt.sh sets it so; GPUs "
+            "from Blackwell on do without)."
+        )
     return f"Megatron itself: {text}"
 
 
@@ -270,46 +283,3 @@ def _derived(args: argparse.Namespace) -> argparse.Namespace:
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
     return args
-
-
-@contextlib.contextmanager
-def _pretended(command: TrainingCommand) -> Iterator[None]:
-    """The surroundings of rank 0 of the run, and silence."""
-    variables: dict[str, str] = {
-        **_without_ranks(os.environ),
-        **command.variables,
-        "WORLD_SIZE": str(command.ranks),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-    }
-    script = Path(command.script)
-    path = [*([str(script.resolve().parent)] if script.is_file() else []), *sys.path]
-    quiet = io.StringIO()
-    with contextlib.ExitStack() as stack:
-        before = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        stack.callback(logging.disable, before)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(contextlib.redirect_stdout(quiet))
-        stack.enter_context(contextlib.redirect_stderr(quiet))
-        stack.enter_context(mock.patch.dict(os.environ, variables, clear=True))
-        stack.enter_context(mock.patch.object(sys, "path", path))
-        import torch
-
-        if command.cpu or not torch.cuda.is_available():
-            properties = SimpleNamespace(major=_HOPPER, minor=0)
-            for name, value in (
-                ("get_device_properties", properties),
-                ("get_device_capability", (_HOPPER, 0)),
-            ):
-                stack.enter_context(
-                    mock.patch.object(torch.cuda, name, lambda device=None, value=value: value)
-                )
-        yield
-
-
-def _without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Whoever looks at a command inside of a job is not to see its ranks."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    return {name: value for name, value in environment.items() if name not in names}

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -96,9 +95,7 @@ def verdict(model: str, schedule: str) -> Verdict:
     row = TABLE[model]
     nodes = max(row.gpus // 8, 1)
     several = {"NODES": str(nodes), "NODE_RANK": "0", "HEAD": "n1"} if nodes > 1 else {}
-    # What is fused by Transformer Engine cannot be asked for without it.
-    fused = () if importlib.util.find_spec("transformer_engine") else ("--no-rope-fusion",)
-    words = command(model, *fused, SCHEDULE=schedule, GPUS=str(min(row.gpus, 8)), **several)
+    words = command(model, SCHEDULE=schedule, GPUS=str(min(row.gpus, 8)), **several)
     return judge(read_command(words, environment={}))
 
 

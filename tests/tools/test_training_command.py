@@ -74,6 +74,11 @@ def test_without_the_launcher(words: list[str]) -> None:
 def test_variables_of_the_command() -> None:
     command = read("CUDA_DEVICE_MAX_CONNECTIONS=1", "env", "B=x=y", "torchrun", *LAUNCHED)
     assert command.variables == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "B": "x=y"}
+    alone = read("CUDA_DEVICE_MAX_CONNECTIONS=1", SCRIPT, *ARGUMENTS, world_size=64)
+    assert alone.variables == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    started = read("srun", "--export=ALL,A=1,B=2", "docker", "run", "--env=C=x,y", "-e", "D=4",
+                   "image", "torchrun", *LAUNCHED)  # fmt: skip
+    assert started.variables == {"A": "1", "B": "2", "C": "x,y", "D": "4"}
 
 
 TEXT = """\

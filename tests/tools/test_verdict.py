@@ -1,5 +1,6 @@
 """What `megatron-async doctor -- COMMAND` says of a command."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -7,8 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.models.common.embeddings import rope_utils
 
 from megatron_async import hooks
 from megatron_async.schedules import SCHEDULES
@@ -22,6 +26,7 @@ from tests.support.torchrun import environment
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, about libraries it lacks
 
 ROOT = Path(__file__).parents[2]
+FUSED = rope_utils.fused_apply_rotary_pos_emb
 MODEL = [
     *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4"),
     *("--seq-length", "64", "--max-position-embeddings", "64", "--vocab-size", "256"),
@@ -166,6 +171,60 @@ def test_cpu_ranks() -> None:
         "--moe-grouped-gemm",
         "--log-energy",
     ]
+
+
+ROPE = ["--position-embedding-type", "rope"]
+
+
+def on_a_machine(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, engine: bool) -> None:
+    """What is installed here must not matter."""
+    found = importlib.util.find_spec
+
+    def find(name: str, *rest: str) -> object:
+        if name == "transformer_engine":
+            return object() if engine else None
+        return found(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+def test_without_transformer_engine_where_the_run_cannot_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_machine(monkeypatch, gpu=False, engine=False)
+    found = verdict(torchrun(*TWO_VERSIONS, *ROPE))
+    assert found.problems == ()
+    (note,) = [note for note in found.notes if "Transformer Engine" in note]
+    assert "the machines that train must have it" in note
+    assert "--transformer-impl local --no-rope-fusion" in note
+    local = verdict(torchrun(*TWO_VERSIONS, "--transformer-impl", "local"))
+    assert local.accepted
+    assert not any("Transformer Engine" in note for note in local.notes)
+    assert rope_utils.fused_apply_rotary_pos_emb is FUSED
+
+
+def test_without_transformer_engine_where_the_run_could_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_machine(monkeypatch, gpu=True, engine=False)
+    (problem,) = verdict(torchrun(*TWO_VERSIONS, *ROPE)).problems
+    assert problem.startswith("--transformer-impl transformer_engine (the default): it needs")
+    (problem,) = verdict(torchrun(*TWO_VERSIONS, *ROPE, "--transformer-impl", "local")).problems
+    assert problem.startswith("--rope-fusion: it needs Transformer Engine")
+    assert verdict(torchrun(*TWO_VERSIONS, "--transformer-impl", "local")).accepted
+
+
+def test_a_variable_that_megatron_wants_is_said_how_to_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    words = ["pretrain_gpt.py", *MODEL, *TWO_VERSIONS, "--tensor-model-parallel-size", "2"]
+    (problem,) = judge(read_command(words, world_size=8)).problems
+    assert "put it in front: -- CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun" in problem
+    assert judge(read_command(["CUDA_DEVICE_MAX_CONNECTIONS=1", *words], world_size=8)).accepted
 
 
 def test_unwise() -> None:
