@@ -96,12 +96,8 @@ parallelism=(
     --pipeline-model-parallel-size "${PIPELINE:-$pipeline}" --tensor-model-parallel-size "$tensor"
     --use-distributed-optimizer
 )
-if [ -z "${PIPELINE:-}" ] && [ -n "${layers_first:-}" ]; then
-    # The outer stages have the embeddings as well. With two stages the rest is the first one's.
-    if [ "$pipeline" -gt 2 ]; then
-        parallelism+=(--decoder-first-pipeline-num-layers "$layers_first")
-    fi
-    parallelism+=(--decoder-last-pipeline-num-layers "$layers_last")
+if [ -z "${PIPELINE:-}" ] && [ -n "${layout:-}" ]; then
+    parallelism+=(--pipeline-model-parallel-layout "$layout")
 fi
 expert="${EXPERT:-${expert:-1}}"
 if [ "$expert" -gt 1 ]; then

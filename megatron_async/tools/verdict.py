@@ -12,8 +12,10 @@ import copy
 import inspect
 import io
 import linecache
+import re
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +26,7 @@ from megatron_async.config import validation
 from megatron_async.config.arguments import add_arguments, mend_help
 from megatron_async.config.settings import AsyncConfig, set_defaults
 from megatron_async.config.startup import flags_in
-from megatron_async.config.validation.rule import Facts, Subject
+from megatron_async.config.validation.rule import Facts, Subject, dest_of
 from megatron_async.optimizers import add_optimizer_arguments
 from megatron_async.schedules import RECOMMENDED
 from megatron_async.tools.surroundings import Engine, pretended, without_engine
@@ -80,6 +82,7 @@ def _judge(command: TrainingCommand, engine: Engine) -> Verdict:
         )
     facts = replace(Facts.current(), flags_given=flags_in(list(command.arguments)))
     problems = _launching(command, facts)
+    conflicts: list[str] = []
     argv = list(command.arguments)
     if command.cpu:
         from megatron_async.cpu_backend import cpu_argv
@@ -87,7 +90,8 @@ def _judge(command: TrainingCommand, engine: Engine) -> Verdict:
         try:
             argv, added = cpu_argv(argv)
         except ValueError as error:
-            problems += str(error).splitlines()
+            conflicts = str(error).splitlines()
+            problems += conflicts
         else:
             if added:
                 notes.append(f"--cpu adds {' '.join(added)}.")
@@ -101,7 +105,14 @@ def _judge(command: TrainingCommand, engine: Engine) -> Verdict:
         return Verdict(
             megatron=facts.megatron_version, problems=tuple(problems), notes=tuple(notes)
         )
-    return _checked(args, facts, problems, notes, engine)
+    found = _checked(args, facts, problems, notes, engine)
+    # A rule on a flag that --cpu has dropped anyway is the same mistake once more.
+    refused = tuple(f"{conflict.split()[0]}:" for conflict in conflicts)
+    return replace(
+        found,
+        problems=tuple(text for text in found.problems if not text.startswith(refused)),
+        warnings=tuple(text for text in found.warnings if not text.startswith(refused)),
+    )
 
 
 def _launching(command: TrainingCommand, facts: Facts) -> list[str]:
@@ -185,18 +196,29 @@ def _checked(
                 problems = [*problems, needed]
                 if "apply_rope_fusion" in (failed or ""):
                     failed = None  # the same
-        if failed is not None:
-            problems.append(failed)
         found, unwise = _broken(validated, facts, configs=configuration)
+        # What a rule on parsed arguments has found is what the configuration ends at, too.
+        if failed is not None and not early and not _named(failed, found, args):
+            problems.append(failed)
         problems += found
     else:
-        if not early:
-            problems.append(megatrons)
+        found = ()
         # What the rules say is still worth knowing; where a number makes no sense they fail.
         with contextlib.suppress(Exception):
             derived = _derived(args)
             set_defaults(derived)
-            problems += _broken(derived, facts)[0]
+            at_once = derived.micro_batch_size * derived.data_parallel_size
+            whole = derived.global_batch_size % at_once == 0
+            found = tuple(
+                text
+                for text in _broken(derived, facts)[0]
+                # Megatron's message is on a batch that does not divide; then it has no number of
+                # microbatches to speak of.
+                if whole or not text.startswith("--global-batch-size: a batch has")
+            )
+        if not early and not _named(megatrons, found, args):
+            problems.append(megatrons)
+        problems += found
     distinct = tuple(dict.fromkeys(problems))
     subject = None
     if not distinct:
@@ -263,6 +285,19 @@ def _of_megatron(error: BaseException) -> str:
             "from Blackwell on do without)."
         )
     return f"Megatron itself: {text}"
+
+
+def _named(megatrons: str, found: Sequence[str], args: argparse.Namespace) -> bool:
+    """Whether Megatron's message is on a switch that a rule refuses anyway: one mistake, and the
+    rule's message says what to do."""
+    said = re.sub(r"[-_]", " ", megatrons.lower())
+    for text in found:
+        flag = text.partition(":")[0]
+        if isinstance(getattr(args, dest_of(flag), None), bool):
+            name = re.sub(r"^use ", "", flag.removeprefix("--").replace("-", " "))
+            if re.search(rf"\b{re.escape(name)}\b", said):
+                return True
+    return False
 
 
 def _derived(args: argparse.Namespace) -> argparse.Namespace:

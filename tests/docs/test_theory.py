@@ -4,6 +4,7 @@ The recursions are run, with the package's own correction around torch's SGD whe
 compared with the roots of the polynomials of the page.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,6 +82,79 @@ def randomized_pipedream(
 def test_bound_of_randomized_pipedream(delay: int, gamma: float) -> None:
     mean, bound = randomized_pipedream(stages=4, delay=delay, gamma=gamma, steps=3000, seed=1)
     assert 0.0 < mean <= bound
+
+
+@pytest.mark.parametrize("delay", [3, 7, 15])
+def test_the_bound_with_its_learning_rate(delay: int) -> None:
+    stages, updates, gap, smooth, largest = 4, 500, 3.0, 2.0, 5.0
+    steps = stages * updates
+    gamma = math.sqrt(2 * gap / (smooth * largest**2 * steps))
+    bound = (
+        2 * stages * gap / (gamma * steps)
+        + gamma * stages * smooth * largest**2
+        + (gamma * smooth * delay * largest) ** 2
+    )
+    assert bound == pytest.approx(
+        2 * largest * math.sqrt(2 * gap * smooth * stages / updates)
+        + 2 * gap * smooth * delay**2 / (stages * updates)
+    )
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ v
+
+
+@pytest.mark.parametrize("gamma", [0.003, 0.03, 0.3])
+@pytest.mark.parametrize(
+    ("share", "delay", "corrected"),
+    [(0.0, 0, False), (1.0, 1, False), (0.25, 1, False), (1.0, 7, False), (1.0, 1, True)],
+)
+def test_bound_of_steps_of_a_fixed_length(
+    gamma: float, share: float, delay: int, corrected: bool
+) -> None:
+    """Orthogonalised gradients of |A X - B|^2 / 2, in the spectral norm; its dual is the nuclear."""
+    torch.manual_seed(3)
+    a = torch.randn(6, 6, dtype=torch.float64) / 6
+    target = torch.randn(6, 4, dtype=torch.float64)
+    smooth = float((a.T @ a).trace())  # |A^T A X|* <= |A^T A|* |X|
+
+    def gradient(at: torch.Tensor) -> torch.Tensor:
+        return a.T @ (a @ at - a @ target)
+
+    def nuclear(matrix: torch.Tensor) -> float:
+        return float(torch.linalg.matrix_norm(matrix, "nuc"))
+
+    x = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
+    optimizer = torch.optim.SGD([x], lr=gamma)
+    if corrected:
+        correction = make_correction("error-feedback", optimizer)
+        correction.delay = 1.0
+        correction.enable()
+    first = 0.5 * float((a @ target).square().sum())
+    seen, moved = [x.detach().clone()], [x.detach().clone()]
+    updates: list[torch.Tensor] = []
+    for k in range(400):
+        old = gradient(seen[max(k - delay, 0)])
+        x.grad = orthogonal(share * old + (1.0 - share) * gradient(seen[k]))
+        updates.append(gamma * x.grad)
+        optimizer.step()
+        seen.append(x.detach().clone())
+        moved.append(seen[-1] + updates[-1])
+    iterates, error = seen[:-1], 2 * share * delay * gamma * smooth
+    if corrected:
+        for k in range(5, 400):
+            assert torch.allclose(moved[k + 1], moved[k] - updates[k])
+        iterates = moved[1:]
+        changes = [
+            float(torch.linalg.matrix_norm(new - old, 2))
+            for old, new in itertools.pairwise(updates)
+        ]
+        # The first steps have no update before them.
+        error = 2 * smooth * (float(np.mean(changes)) + 4 * gamma / 400)
+        first = 0.5 * float((a @ (moved[1] - target)).square().sum())
+    mean = float(np.mean([nuclear(gradient(at)) for at in iterates]))
+    assert 0.0 < mean <= first / (gamma * 400) + gamma * smooth / 2 + error
 
 
 def decay(
@@ -189,6 +263,15 @@ def test_largest_learning_rate(polynomial: Callable[[float], list[float]], limit
         assert largest_root(polynomial(factor * limit)) > 1.0
 
 
+def test_where_the_two_limits_meet() -> None:
+    for q in (0.1, 0.2, 0.25, 0.3, 0.45):
+        assert (2 / (1 - 2 * q) <= 1 / q * (1 + 1e-12)) == (q <= 0.25)
+        slow = (math.sqrt(1 + 4 / q**2) - 1) / 2
+        assert (2 / (1 - 4 * q * q) <= slow) == (q <= 1 / math.sqrt(12))
+
+
 def test_what_the_page_says_in_figures() -> None:
+    assert math.sqrt(1 + 4) == pytest.approx(2.24, abs=5e-3)
+    assert 1 / math.sqrt(12) == pytest.approx(0.289, abs=5e-4)
     assert (math.sqrt(5) - 1) / 2 == pytest.approx(0.618, abs=5e-4)
     assert 2 * math.sin(math.pi / 6) == pytest.approx(1.0)

@@ -55,7 +55,7 @@ def main() -> None:
         args.pipeline_model_parallel_size = args.tensor_model_parallel_size = 1
         args.expert_model_parallel_size = args.expert_tensor_parallel_size = 1
         args.sequence_parallel = False
-        args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+        args.pipeline_model_parallel_layout = None
         config = core_transformer_config_from_args(args)
         config.perform_initialization = False
         with torch.device("meta"):

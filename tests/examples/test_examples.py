@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async.planning import plan
 from megatron_async.tools.training_command import read_command
 from megatron_async.tools.verdict import Verdict, judge
 from tests.support.gpt import REPOSITORY, gpt_args
@@ -36,6 +38,8 @@ class Row:
     layout: tuple[int, ...]
     layers: tuple[int, ...]
     gpus: int
+    delay: str
+    gib: str
 
 
 # The table of examples/README.md.
@@ -47,7 +51,9 @@ TABLE = {
         batch=int(cells[5]),
         layout=tuple(int(part) for part in cells[6].split("x")),
         layers=tuple(int(part) for part in cells[7].split(",")),
-        gpus=int(cells[10]),
+        gpus=int(cells[8]),
+        delay=cells[9].strip(),
+        gib=cells[10].strip(),
     )
     for line in (EXAMPLES / "README.md").read_text().splitlines()
     if line.startswith("| `")
@@ -128,8 +134,8 @@ def test_doctor_accepts_the_dry_run_which_means_what_the_table_says(
         args.expert_model_parallel_size,
     )
     assert layers_of(args) == row.layers
-    # The smallest number of GPUs that it runs on.
-    assert args.world_size == row.gpus == math.prod(row.layout)
+    assert args.world_size == row.gpus
+    assert row.gpus % math.prod(row.layout) == 0
     assert args.lr_warmup_samples == args.train_samples // 10
     assert args.optimizer == "muon"
     assert args.bf16
@@ -139,19 +145,48 @@ def test_doctor_accepts_the_dry_run_which_means_what_the_table_says(
 
 
 def layers_of(args: argparse.Namespace) -> tuple[int, ...]:
-    """Of each stage, as Megatron's transformer_block.py splits them."""
-    stages, first, last = (
-        args.pipeline_model_parallel_size,
-        args.decoder_first_pipeline_num_layers,
-        args.decoder_last_pipeline_num_layers,
-    )
-    rest = args.num_layers - (first or 0) - (last or 0)
-    between, left = divmod(rest, stages - (first is not None) - (last is not None))
-    assert left == 0
+    """Of each stage, as Megatron reads the layout."""
+    stages = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is None:
+        return (args.num_layers // stages,) * stages
+    layout = args.pipeline_model_parallel_layout
     return tuple(
-        first if stage == 0 and first else last if stage == stages - 1 and last else between
-        for stage in range(stages)
+        layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in range(stages)
     )
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_plan_gives_the_layout_by_the_command_in_the_file(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (EXAMPLES / "models" / f"{model}.conf").read_text()
+    found = re.search(r"^# Layout:\n((?:#     .*\n)+)", text, re.MULTILINE)
+    assert found is not None
+    words = shlex.split(re.sub(r"\\?\n?^# *", " ", found.group(1), flags=re.MULTILINE))
+    assert words[:2] == ["megatron-async", "plan"]
+    assert plan.main(words[2:]) == 0
+    out = capsys.readouterr().out
+    titles, best = (re.split(r" {2,}", line) for line in out.splitlines()[2:5:2])
+    row = dict(zip(titles, best, strict=True))
+    assert (row["delay"], row["GiB"]) == (TABLE[model].delay, TABLE[model].gib)
+    # The command is on the model of the file, and what it says is what gpt.sh gives.
+    args = model_of(words[2:])
+    line = command(model)
+    for flag, value in args.items():
+        assert line[line.index(flag) + 1] == value
+    chosen = shlex.split(out.partition("The first: ")[2])
+    for flag, value in zip(chosen[::2], chosen[1::2], strict=True):
+        if (flag, value) != ("--expert-model-parallel-size", "1"):
+            assert line[line.index(flag) + 1] == value
+
+
+def model_of(words: list[str]) -> dict[str, str]:
+    """What of plan's flags the run has as well."""
+    names = ("num-layers", "hidden-size", "num-attention-heads", "num-query-groups",
+             "ffn-hidden-size", "num-experts", "moe-router-topk", "seq-length",
+             "global-batch-size")  # fmt: skip
+    flags = [f"--{name}" for name in names]
+    return {flag: words[words.index(flag) + 1] for flag in flags if flag in words}
 
 
 @pytest.mark.parametrize("model", PARAMETERS)

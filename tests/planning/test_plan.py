@@ -98,6 +98,20 @@ def test_plan_prints_times_and_memory(capsys: pytest.CaptureFixture[str], tmp_pa
     assert float(middle["ratio_to_ideal"]) == pytest.approx(1.0)
 
 
+def test_the_memory_table_has_the_fullest_stage_of_each_schedule(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # PipeDream is fullest on stage 0, the others where the layers are.
+    flags = (
+        "--stages 4 --microbatches 4 --layers-per-stage 1 2 9 2 --hidden-size 64 --heads 4 "
+        "--vocab-size 512 --seq-length 64 --optimizer adam"
+    )
+    assert plan.main(flags.split()) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"stage 0 +stage 2 +stage 3\n", out)
+    assert "of ideal: of m (t_f + t_b) + t_opt of the slowest stage" in out
+
+
 def test_plan_without_a_model_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--stages", "4", "--microbatches", "3"]) == 0
     out = capsys.readouterr().out

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_async.planning import plan
+from megatron_async.planning import check, plan
 from megatron_async.planning.candidates import candidate
 from megatron_async.planning.devices import DEVICES
-from megatron_async.planning.memory import ModelShape, Storage
-from megatron_async.planning.search import Choice, Cluster, layouts, search
-from megatron_async.planning.times import Rates
+from megatron_async.planning.memory import Layout, ModelShape, Storage, count_parameters
+from megatron_async.planning.search import Choice, Cluster, Sizes, layouts, search
+from megatron_async.planning.times import Rates, parts
 
 SHAPE = ModelShape(layers=8, hidden_size=1024, attention_heads=8, vocab_size=51200, seq_length=1024)
 SCHEDULES = ["1f1b", "interleaved", "zb-h1", "fresh-2bw"]
@@ -88,6 +88,63 @@ def test_gradients_in_bf16_take_half() -> None:
     assert memory(half=False) - memory(half=True) == 2 * parameters
 
 
+MIXTURE = replace(
+    SHAPE, experts=6, experts_per_token=2, query_groups=4, gated=True, bias=False, tied=False
+)
+
+
+def with_experts(sizes: Sizes | None = None) -> list[Choice]:
+    return list(
+        layouts(
+            MIXTURE,
+            Storage(optimizer="muon", distributed_optimizer=True),
+            CLUSTER,
+            candidates=[candidate("fresh-2bw")],
+            global_batch=32,
+            micro_batch_sizes=(1,),
+            sizes=sizes,
+        )
+    )
+
+
+def test_experts_are_shared_by_replicas() -> None:
+    every = with_experts()
+    sizes = {(c.layout.data_parallel, c.layout.expert_parallel) for c in every}
+    # 6 experts are shared by 1 or 2 ranks, and these are replicas of all else.
+    assert sizes == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2)}
+    (whole, shared) = (
+        next(c for c in every if c.layout.expert_parallel == ep and c.layout.data_parallel == 8)
+        for ep in (1, 2)
+    )
+    # Three of the six experts are elsewhere: 2 + 2 bytes of weights, 4 of gradients; what is
+    # sharded takes the same, but for the mean over parameters of different states.
+    expert = 3 * 1024 * MIXTURE.ffn
+    assert whole.memory - shared.memory == pytest.approx(8 * 3 * 8 * expert, rel=0.02)
+    assert shared.costs.reduction < whole.costs.reduction  # experts have half of the replicas
+    assert shared.costs.forward[0] > whole.costs.forward[0]  # tokens are sent
+
+
+def test_tokens_for_experts_are_sent_over_the_network_between_nodes() -> None:
+    def forward(*, node: int, experts: int = 2) -> float:
+        layout = Layout(stages=1, layers_per_stage=[8], data_parallel=2, expert_parallel=experts)
+        _, layer, *_ = parts(
+            MIXTURE, layout, Storage(), CLUSTER.rates, micro_batch_size=1, node=node
+        )
+        return layer.forward
+
+    # There and back, each token for two experts, half of them elsewhere; bf16.
+    bytes_ = 2 * 2 * 1024 * 1024 * 2 / 2
+    alone = forward(node=8, experts=1)
+    assert forward(node=2) - alone == pytest.approx(bytes_ / 450e9 * 1e3)
+    assert forward(node=1) - alone == pytest.approx(bytes_ / 50e9 * 1e3)
+
+
+def test_sizes_restrict_the_search() -> None:
+    some = with_experts(Sizes(tensor=[1], pipeline=[2, 4], expert=[2]))
+    assert {(c.layout.tensor_parallel, c.layout.stages) for c in some} == {(1, 2), (1, 4)}
+    assert {c.layout.expert_parallel for c in some} == {2}
+
+
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "--search --gpus 8 --global-batch-size 32 --device H200 --num-layers 8 --hidden-size 1024 "
@@ -99,3 +156,43 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "The first: --tensor-model-parallel-size " in out
     assert plan.main([*flags.split(), "--memory-gib", "3"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
+    experts = [*flags.split(), *("--num-experts", "4", "--expert-model-parallel-size", "4")]
+    assert plan.main([*experts, "--pipeline-model-parallel-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "schedule   TP  PP  EP  DP  mbs" in out
+    assert "--expert-model-parallel-size 4 --micro-batch-size" in out
+
+
+def test_the_fastest_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def built(models: list[tuple[ModelShape, Layout]]) -> list[list[int]]:
+        [(shape, layout)] = models
+        return [[count_parameters(shape, layout, s).total for s in range(layout.stages)]]
+
+    monkeypatch.setattr(check, "built_parameters", built)
+    flags = (
+        "--search --gpus 8 --global-batch-size 32 --device H200 --num-layers 8 --hidden-size 1024 "
+        "--num-attention-heads 8 --schedules 1f1b --pipeline-model-parallel-size 2 --check"
+    )
+    assert plan.main(flags.split()) == 0
+    assert "They are equal." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpus 0", "--gpus must be positive, got 0"),
+        ("--micro-batch-sizes 1 0", "--micro-batch-sizes must be positive, got 0"),
+        ("--pipeline-model-parallel-size -2", "--pipeline-model-parallel-size must be positive"),
+        ("--tflops nan", "--tflops must be positive, got nan"),
+        ("--network-gb-s 0", "--network-gb-s must be positive"),
+        ("--memory-gib -1", "--memory-gib must be positive"),
+    ],
+)
+def test_refused(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8"
+    search = f"--search --gpus 8 --global-batch-size 32 --device H100 {model} {flags}"
+    with pytest.raises(SystemExit, match="2"):
+        plan.main(search.split())
+    assert message in capsys.readouterr().err

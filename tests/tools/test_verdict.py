@@ -173,6 +173,24 @@ def test_cpu_ranks() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (["--decoder-first-pipeline-num-layers", "9"], "--decoder-first-pipeline-num-layers, "),
+        (["--use-torch-fsdp2"], "--use-torch-fsdp2: sharded parameters"),
+        (["--optimizer-cpu-offload"], "--optimizer-cpu-offload: copies"),
+        (["--micro-batch-size", "3"], "Megatron itself: eval_global_batch_size (16)"),
+        (["--cpu", "--fp8-format", "hybrid"], "--fp8-format hybrid does not work on CPU ranks"),
+        (["--cpu", "--log-energy"], "--log-energy does not work on CPU ranks"),
+    ],
+)
+def test_one_mistake_is_listed_once(arguments: list[str], start: str) -> None:
+    found = verdict(torchrun(*TWO_VERSIONS, *arguments))
+    (problem,) = found.problems
+    assert problem.startswith(start)
+    assert found.warnings == ()
+
+
 ROPE = ["--position-embedding-type", "rope"]
 
 
