@@ -109,6 +109,8 @@ class ParameterCount:
     experts: int = 0
     """How many of `matrices` and `others` belong to experts, which are spread over the
     expert-parallel ranks and whose optimizer state the other data-parallel ranks share."""
+    expert_matrices: int = 0
+    """How many of `experts` are of `matrices`."""
 
     @property
     def total(self) -> int:
@@ -125,7 +127,7 @@ def count_parameters(shape: ModelShape, layout: Layout, stage: int) -> Parameter
     mlp_biases = (fc1 // tp + hidden) if shape.bias else 0
     matrices = (hidden * qkv + shape.query_width * hidden) // tp
     others = 2 * norm + ((qkv // tp + hidden) if shape.bias else 0)
-    experts = 0
+    experts = expert_matrices = 0
     if shape.experts is None:
         matrices += mlp_matrices
         others += mlp_biases
@@ -134,6 +136,7 @@ def count_parameters(shape: ModelShape, layout: Layout, stage: int) -> Parameter
         matrices += here * mlp_matrices + hidden * shape.experts
         others += here * mlp_biases + (shape.experts if shape.bias else 0)
         experts = here * (mlp_matrices + mlp_biases)
+        expert_matrices = here * mlp_matrices
     layers = layout.layers_per_stage[stage]
     matrices, others, experts = layers * matrices, layers * others, layers * experts
     vocabulary = shape.vocab_size * hidden // tp
@@ -145,7 +148,12 @@ def count_parameters(shape: ModelShape, layout: Layout, stage: int) -> Parameter
         # A tied output layer on another stage than the input embedding is a copy of it.
         if not (shape.tied and first):
             others += vocabulary
-    return ParameterCount(matrices=matrices, others=others, experts=experts)
+    return ParameterCount(
+        matrices=matrices,
+        others=others,
+        experts=experts,
+        expert_matrices=layers * expert_matrices,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,10 +240,12 @@ def stage_memory(
     dense_shards = layout.data_parallel if storage.distributed_optimizer else 1
     expert_shards = dense_shards // layout.expert_parallel if dense_shards > 1 else 1
 
-    def sharded(whole: float) -> int:
-        """Bytes left here of what the distributed optimizer shards."""
-        share = count.experts / count.total if count.total else 0.0
-        return round(whole * ((1 - share) / dense_shards + share / expert_shards))
+    def sharded(of_matrices: float, of_others: float) -> int:
+        """Bytes left here of so many a parameter that the distributed optimizer shards."""
+        matrices, others = count.expert_matrices, count.experts - count.expert_matrices
+        of_experts = of_matrices * matrices + of_others * others
+        whole = of_matrices * count.matrices + of_others * count.others
+        return round((whole - of_experts) / dense_shards + of_experts / expert_shards)
 
     asynchronous = storage.asynchronous
     deferred = asynchronous and storage.deferred_update
@@ -244,11 +254,11 @@ def stage_memory(
     return StageMemory(
         weights=precision * count.total,
         gradients=grad_bytes * count.total,
-        main_parameters=sharded(4 * count.total) if storage.bf16 else 0,
-        optimizer_state=sharded(of_matrices * count.matrices + of_others * count.others),
+        main_parameters=sharded(4, 4) if storage.bf16 else 0,
+        optimizer_state=sharded(of_matrices, of_others),
         second_version=precision * storage.other_versions * count.total if asynchronous else 0,
-        gradient_copy=sharded(4 * count.total) if copies else 0,
-        correction=sharded(4 * storage.correction_buffers * count.total) if asynchronous else 0,
+        gradient_copy=sharded(4, 4) if copies else 0,
+        correction=sharded(*[4 * storage.correction_buffers] * 2) if asynchronous else 0,
         second_grad_buffer=grad_bytes * count.total
         if deferred and storage.second_grad_buffer
         else 0,

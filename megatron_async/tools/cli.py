@@ -68,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As after `megatron-async plan | head`. The interpreter flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"megatron-async {argv[0]}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"\nmegatron-async {argv[0]}: interrupted", file=sys.stderr)
         return 130

@@ -17,6 +17,7 @@ CASES: dict[str, list[str]] = {
     "micro_batch_size": ["--micro-batch-size", "0"],
     "global_batch_size": ["--global-batch-size", "0"],
     "step_schedule": ["--step-batch-size-schedule", "0:4 8:8"],
+    "long_warmup": ["--lr-warmup-iters", "20"],
     "save_interval": ["--save", "checkpoints"],
     "overlap_p2p_comm_warmup_flush_without_interleaving": [
         "--overlap-p2p-communication-warmup-flush"

@@ -113,7 +113,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 def test_bound_of_steps_of_a_fixed_length(
     gamma: float, share: float, delay: int, corrected: bool
 ) -> None:
-    """Orthogonalised gradients of |A X - B|^2 / 2, in the spectral norm; its dual is the nuclear."""
+    """Orthogonalised gradients of |A X - B|^2 / 2: spectral norm, and the nuclear as its dual."""
     torch.manual_seed(3)
     a = torch.randn(6, 6, dtype=torch.float64) / 6
     target = torch.randn(6, 4, dtype=torch.float64)

@@ -64,3 +64,18 @@ def test_interrupt_is_one_line(
     monkeypatch.setattr(importlib, "import_module", lambda name: Module)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err.strip() == "megatron-async demo: interrupted"
+
+
+def test_a_file_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Module:
+        @staticmethod
+        def main(argv: list[str]) -> int:
+            with open("/nowhere/plan.csv", "w"):
+                return 0
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
+    assert cli.main(["plan"]) == 2
+    shown = capsys.readouterr().err.strip()
+    assert shown == "megatron-async plan: /nowhere/plan.csv: No such file or directory"

@@ -4,8 +4,9 @@ They are checked ahead of Megatron's ``validate_args``, on the arguments as they
 say what to change. As all rules, only where a flag of this package is used.
 
 Source: ``validate_args`` in megatron/training/arguments.py, ``get_num_layers_to_build`` in
-megatron/core/transformer/transformer_block.py, ``build_train_valid_test_data_loaders`` in
-megatron/training/training.py.
+megatron/core/transformer/transformer_block.py, ``build_train_valid_test_data_loaders`` and
+``get_optimizer_param_scheduler`` in megatron/training/training.py, ``OptimizerParamScheduler`` in
+megatron/core/optimizer_param_scheduler.py.
 """
 
 import itertools
@@ -90,6 +91,28 @@ def _misfit(subject: Subject) -> str:
 
 def _below_one(name: str) -> Callable[[Subject], bool]:
     return lambda s: s.get(name) is not None and s.get(name) < 1
+
+
+def _warmup(subject: Subject) -> tuple[int, int, str] | None:
+    """(warm-up, decay, their unit); None where one of them is not given."""
+    if subject.get("lr_warmup_fraction") is not None:
+        return None
+    unit = "iters" if subject.get("train_iters") else "samples"
+    warmup = subject.get(f"lr_warmup_{unit}")
+    decay = subject.get(f"lr_decay_{unit}")
+    decay = subject.get(f"train_{unit}") if decay is None else decay
+    return None if not warmup or decay is None else (int(warmup), int(decay), unit)
+
+
+def _warms_up_too_long(subject: Subject) -> bool:
+    found = _warmup(subject)
+    return found is not None and found[0] >= found[1]
+
+
+def _long_warmup(subject: Subject) -> str:
+    warmup, decay, unit = _warmup(subject) or (0, 0, "iters")
+    what = "iterations" if unit == "iters" else unit
+    return f"a warm-up of {warmup} {what} does not end before the schedule of {decay} does"
 
 
 def step_schedule_problem(subject: Subject) -> str | None:
@@ -184,6 +207,14 @@ RULES: Final[tuple[Rule, ...]] = (
         "first 0, each at least --seq-length above the one before it; batch sizes in sequences.",
         when=lambda s: step_schedule_problem(s) is not None,
         name="step_schedule",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--lr-warmup-iters, --lr-warmup-samples",
+        _long_warmup,
+        "Shorten it, or train for longer.",
+        when=_warms_up_too_long,
+        name="long_warmup",
         scope=Scope.ALWAYS,
     ),
     rule(
