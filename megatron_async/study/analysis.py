@@ -13,10 +13,11 @@ means of pairs, is the delta method's.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_async.study.cells import Cell, Choice, choose, plan
 from megatron_async.study.config import NONE, Study
+from megatron_async.study.delay_shares import delay_shares
 from megatron_async.study.results import DIVERGED, CellResult
 
 __all__ = ["Analysis", "Estimate", "Group", "analyse", "mean_of", "ratio_of"]
@@ -96,10 +97,12 @@ class Analysis:
 
     Attributes:
         choices: by variant; None where the runs that choose are not all done.
+        delay_shares: mean delay in steps by the name of the delay, where flags tell it.
     """
 
     groups: Sequence[Group]
     choices: Mapping[str, Choice | None]
+    delay_shares: Mapping[str, float] = field(default_factory=dict)
 
     def of(
         self, variant: str, delay: str, correction: str, learning_rate: float | None = None
@@ -170,7 +173,11 @@ def analyse(
         key=lambda key: (order[key[0]], key[3], modes[key[1], key[2]]),
     )
     plain = {key: _group(cells[key], results) for key in keys}
-    return Analysis(groups=[_compared(key, plain) for key in keys], choices=choices)
+    return Analysis(
+        groups=[_compared(key, plain) for key in keys],
+        choices=choices,
+        delay_shares=delay_shares(study),
+    )
 
 
 def _group(cells: Sequence[Cell], results: Mapping[str, CellResult]) -> Group:
