@@ -13,6 +13,9 @@ from megatron_async.schedules.schedule import Pipeline, action_lists, settled_ca
 
 __all__ = ["Candidate", "add_schedule_flags", "candidate", "candidates", "pipeline_of"]
 
+_MOST = 2**17
+"""Stages times microbatches above which a simulation takes minutes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -102,6 +105,14 @@ def pipeline_of(candidate: Candidate, args: argparse.Namespace) -> Pipeline:
     Raises:
         ValueError: a number that no schedule can run with.
     """
+    for name in ("stages", "microbatches"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.stages * args.microbatches > _MOST:
+        raise ValueError(
+            f"{args.stages} stages times {args.microbatches} microbatches are too many to "
+            f"simulate: at most {_MOST}"
+        )
     most = max(args.stages - 1, 0)
     if not 0 <= args.pipeline_extra_warmup <= most:
         raise ValueError(

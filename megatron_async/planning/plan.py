@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -102,6 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
+        for name in ("stages", "microbatches", "micro_batch_size", "data_parallel",
+                     "tensor_parallel", "expert_parallel", "chunks"):  # fmt: skip
+            if getattr(args, name) < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be at least 1, got {getattr(args, name)}")
+        if args.forward_ms is not None and min(args.forward_ms) <= 0:
+            raise ValueError("--forward-ms must be positive")
         shape, layout = _model(args)
         if args.check and shape is None:
             raise ValueError("--check needs the model: --layers, --hidden-size and --heads")
@@ -292,7 +300,7 @@ def _costs(
     if args.tflops is not None:
         if shape is None or layout is None:
             raise ValueError("--tflops needs the model: --layers, --hidden-size and --heads")
-        if args.tflops <= 0:
+        if not 0 < args.tflops < math.inf:
             raise ValueError(f"--tflops must be positive, got {args.tflops}")
         forward: Sequence[float] = [
             forward_flops(shape, layout, stage, args.micro_batch_size) / args.tflops / 1e9

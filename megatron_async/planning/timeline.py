@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: list[tuple[Candidate, Simulation]] = []
     steady: dict[str, Simulation] = {}
     try:
-        if min(args.forward_ms, args.backward_ms) <= 0:
+        if not min(args.forward_ms, args.backward_ms) > 0:
             raise ValueError("--forward-ms and --backward-ms must be positive")
         if args.stages < 1:
             raise ValueError(f"--stages must be at least 1, got {args.stages}")

@@ -23,6 +23,7 @@ its start on, beside the computation, and its finish waits for what is left. The
 at the end of a batch's last backward, and a reduction can start no sooner.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,7 +83,10 @@ class Costs:
                 raise ValueError(f"{name} has {len(column)} times for {stages} stages")
             columns.append(column)
         others = (self.latency, self.reduction, self.gather)
-        if min(min(column) for column in columns) < 0 or min(others) < 0:
+        every = [time for column in columns for time in column] + list(others)
+        if not all(math.isfinite(time) for time in every):
+            raise ValueError("times must be finite")
+        if min(every) < 0:
             raise ValueError("times must not be negative")
         return list(zip(*columns, strict=True))
 

@@ -149,7 +149,11 @@ def layers_of(args: argparse.Namespace) -> tuple[int, ...]:
     stages = args.pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout is None:
         return (args.num_layers // stages,) * stages
-    layout = args.pipeline_model_parallel_layout
+    from megatron.core.transformer.pipeline_parallel_layer_layout import (
+        PipelineParallelLayerLayout,
+    )
+
+    layout = PipelineParallelLayerLayout.from_str(args.pipeline_model_parallel_layout, stages)
     return tuple(
         layout.get_num_layers_to_build(vp_stage=0, pp_rank=stage) for stage in range(stages)
     )
@@ -242,7 +246,9 @@ def test_settings_reach_the_command() -> None:
 
 
 def test_several_nodes() -> None:
-    text = " ".join(command("gpt-10b", NODES="4", NODE_RANK="2", HEAD="n1", PORT="29511"))
+    text = " ".join(
+        command("gpt-10b", TENSOR="2", NODES="4", NODE_RANK="2", HEAD="n1", PORT="29511")
+    )
     address = "--nnodes 4 --node-rank 2 --master-addr n1 --master-port 29511"
     assert text.startswith(f"env CUDA_DEVICE_MAX_CONNECTIONS=1 {MEMORY} torchrun {address} ")
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_a_file_that_cannot_be_written_is_one_line(
     class Module:
         @staticmethod
         def main(argv: list[str]) -> int:
-            with open("/nowhere/plan.csv", "w"):
+            with Path("/nowhere/plan.csv").open("w"):
                 return 0
 
     monkeypatch.setattr(importlib, "import_module", lambda name: Module)
