@@ -118,6 +118,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
             if not math.isfinite(value) or value < 0 or (value == 0 and "_gib" not in name):
                 raise ValueError(f"{flag} must be positive, got {value}")
 
+    for name in ("gpus", "global_batch_size"):
+        if getattr(args, name) > _MOST:
+            raise ValueError(f"--{name.replace('_', '-')} can be searched up to {_MOST}")
+
 
 def _flags(choice: Choice) -> list[str]:
     """Megatron's."""
@@ -137,6 +141,8 @@ def _flags(choice: Choice) -> list[str]:
 
 _TITLES = ["schedule", "TP", "PP", "DP", "mbs", "m", "s/iteration", "delay", "GiB", "layout"]
 _EXPERT_COLUMN = 3
+_MOST = 2**17
+"""Above it a search takes minutes, or hours."""
 
 
 def _row(choice: Choice) -> list[str]:

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--forward-ms and --backward-ms must be positive")
         if args.stages < 1:
             raise ValueError(f"--stages must be at least 1, got {args.stages}")
+        if args.png is not None and args.png.suffix not in (".png", ".pdf", ".svg"):
+            raise ValueError(f"--png: {args.png} ends in none of .png, .pdf and .svg")
         if args.iterations < 1:
             raise ValueError(f"--iterations must be at least 1, got {args.iterations}")
         for each in drawn:

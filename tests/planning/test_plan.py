@@ -135,6 +135,12 @@ def test_plan_computes_times_from_a_rate(capsys: pytest.CaptureFixture[str]) -> 
     ("flags", "message"),
     [
         ("--stages 4 --microbatches 4 --layers 6 --hidden-size 8 --heads 2", "do not divide"),
+        ("--stages 0 --microbatches 4", "--stages must be at least 1, got 0"),
+        ("--stages 4 --microbatches 0", "--microbatches must be at least 1, got 0"),
+        ("--stages 4 --microbatches 8 --expert-parallel 0", "--expert-parallel must be at least"),
+        ("--stages 4 --microbatches 8 --forward-ms nan", "times must be finite"),
+        ("--stages 4 --microbatches 8 --forward-ms 0", "--forward-ms must be positive"),
+        ("--stages 4 --microbatches 100000000", "too many to simulate"),
         ("--stages 2 --microbatches 4 --layers 6", "needs --layers, --hidden-size and --heads"),
         ("--stages 2 --microbatches 4 --tflops 1", "--tflops needs the model"),
         ("--stages 2 --microbatches 4 --optimizer-ms 1", "times need --forward-ms"),

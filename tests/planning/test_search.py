@@ -184,6 +184,7 @@ def test_the_fastest_is_checked(
     ("flags", "message"),
     [
         ("--gpus 0", "--gpus must be positive, got 0"),
+        ("--gpus 1000000007", "--gpus can be searched up to 131072"),
         ("--micro-batch-sizes 1 0", "--micro-batch-sizes must be positive, got 0"),
         ("--pipeline-model-parallel-size -2", "--pipeline-model-parallel-size must be positive"),
         ("--tflops nan", "--tflops must be positive, got nan"),
