@@ -69,6 +69,6 @@ def test_collectives_of_one_rank_are_those_of_gloo() -> None:
     }
     assert result == {
         "equal": dict.fromkeys(names, True),
-        "at once": dict.fromkeys(names, [True, False]),
+        "at once": {name: [True, False] for name in names},
         "in place": True,
     }
