@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_async.megatron.replaced import Replacement
 
-__all__ = ["Done", "one_rank_rows"]
+__all__ = ["Done", "alone", "copy", "one_rank_rows"]
 
 _WHY = "gloo's worker thread takes longer than all else in a collective of one rank"
 
@@ -34,7 +34,7 @@ class Done:
         return True
 
 
-def _alone(group: Any) -> bool:
+def alone(group: Any) -> bool:
     """Whether ``group`` is of this rank alone, and its operations are not being coalesced."""
     group = group if group is not None else dist.group.WORLD
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -42,7 +42,8 @@ def _alone(group: Any) -> bool:
     return group.size() == 1 and group not in dist.distributed_c10d._world.pg_coalesce_state
 
 
-def _copy(output: torch.Tensor, input: torch.Tensor) -> None:
+def copy(output: torch.Tensor, input: torch.Tensor) -> None:
+    """Copy what a rank sends to what it receives, unless they are in one place."""
     if output.data_ptr() != input.data_ptr():
         output.copy_(input.reshape(output.shape))
 
@@ -61,12 +62,12 @@ def _at_once(copies: tuple[str, str] | None) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
             group = args[of_group] if len(args) > of_group else kwargs.get("group")
-            if not _alone(group):
+            if not alone(group):
                 return original(*args, **kwargs)
             if copies is not None:
                 given = {**dict(zip(parameters, args, strict=False)), **kwargs}
                 with torch.no_grad():
-                    _copy(given[copies[0]], given[copies[1]])
+                    copy(given[copies[0]], given[copies[1]])
             asynchronous = args[of_async] if len(args) > of_async else kwargs.get("async_op")
             return Done() if asynchronous else None
 
@@ -80,7 +81,7 @@ def _coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
     def coalescing_manager(
         group: Any = None, device: Any = None, async_ops: bool = False
     ) -> Iterator[Any]:
-        if _alone(group):
+        if alone(group):
             # What is called in it ends at once.
             yield dist.distributed_c10d._CoalescingManager()
             return
@@ -91,7 +92,7 @@ def _coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_rank_rows() -> list[Replacement]:
-    """The rows for ``torch.distributed``; they go on top of those of :mod:`.distributed_rows`."""
+    """The rows for ``torch.distributed``; ``all_gather`` is in :mod:`.distributed_rows`."""
     collectives: dict[str, tuple[str, str] | None] = {
         "all_reduce": None,
         "reduce": None,

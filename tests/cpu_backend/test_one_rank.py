@@ -43,6 +43,7 @@ def test_collectives_of_one_rank_are_those_of_gloo() -> None:
         compare("broadcast", lambda f, a, b, w: f(a, 0, group, w))
         compare("barrier", lambda f, a, b, w: f(group, w))
         compare("all_gather_into_tensor", lambda f, a, b, w: f(b, a, group=group, async_op=w))
+        compare("all_gather", lambda f, a, b, w: f([b], a, group=group, async_op=w))
         compare("reduce_scatter_tensor", lambda f, a, b, w: f(b, a, group=group, async_op=w))
 
         # As Megatron's data parallelism has them, in place and not.
@@ -65,7 +66,7 @@ def test_collectives_of_one_rank_are_those_of_gloo() -> None:
     )
     names = {
         *("all_reduce", "reduce", "broadcast", "barrier"),
-        *("all_gather_into_tensor", "reduce_scatter_tensor"),
+        *("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"),
     }
     assert result == {
         "equal": dict.fromkeys(names, True),
