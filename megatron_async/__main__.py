@@ -75,8 +75,9 @@ def main(argv: list[str]) -> None:
 
             record.mark_actions(recorder)
         if on_cpu:
-            # Megatron's parser knows the flag now, and prints it among the arguments.
+            # Megatron's parser knows the flags now, and prints them among the arguments.
             argv.append("--cpu")
+            argv += [_FUSED] if fused else []
     sys.argv = argv
     runpy.run_path(str(script), run_name="__main__")
 
