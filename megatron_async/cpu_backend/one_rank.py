@@ -16,9 +16,18 @@ import torch.distributed as dist
 
 from megatron_async.megatron.replaced import Replacement
 
-__all__ = ["Done", "alone", "copy", "one_rank_rows"]
+__all__ = ["Done", "alone", "copy", "leave_to_gloo", "one_rank_rows"]
 
 _WHY = "gloo's worker thread takes longer than all else in a collective of one rank"
+
+
+_left_to_gloo = False
+
+
+def leave_to_gloo() -> None:
+    """Let gloo run these collectives, too, from now on: to record them where it gets them."""
+    global _left_to_gloo
+    _left_to_gloo = True
 
 
 class Done:
@@ -37,7 +46,7 @@ class Done:
 def alone(group: Any) -> bool:
     """Whether ``group`` is of this rank alone, and its operations are not being coalesced."""
     group = group if group is not None else dist.group.WORLD
-    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+    if _left_to_gloo or group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
         return False
     return group.size() == 1 and group not in dist.distributed_c10d._world.pg_coalesce_state
 
