@@ -61,13 +61,15 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
         if queries_a_group > 1:
             key = key.repeat_interleave(queries_a_group, dim=2)
             value = value.repeat_interleave(queries_a_group, dim=2)
+        query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
         context = functional.scaled_dot_product_attention(
-            *(one.permute(1, 2, 0, 3) for one in (query, key, value)),
+            query,
+            key,
+            value,
             is_causal=True,
             scale=self.softmax_scale,
         )
-        length, microbatch = query.shape[:2]
-        return context.permute(2, 0, 1, 3).reshape(length, microbatch, -1)
+        return context.permute(2, 0, 1, 3).flatten(2)
 
     return forward
 
