@@ -13,10 +13,11 @@ means of pairs, is the delta method's.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_async.study.cells import Cell, Choice, choose, plan, tuned_modes
 from megatron_async.study.config import NONE, Mode, Study, Variant
+from megatron_async.study.delay_shares import delay_shares
 from megatron_async.study.results import DIVERGED, CellResult
 
 __all__ = ["Analysis", "Estimate", "Group", "analyse", "mean_of", "ratio_of"]
@@ -96,10 +97,12 @@ class Analysis:
     Attributes:
         choices: by variant, or by ``VARIANT, MODE`` where each mode has its own; None where the
             runs that choose are not all done.
+        delay_shares: mean delay in steps by the name of the delay, where flags tell it.
     """
 
     groups: Sequence[Group]
     choices: Mapping[str, Choice | None]
+    delay_shares: Mapping[str, float] = field(default_factory=dict)
 
     def of(
         self, variant: str, delay: str, correction: str, learning_rate: float | None = None
@@ -187,7 +190,11 @@ def analyse(
     for key in keys:
         row = (key[0], None if study.tuned_per_mode else key[3])
         plain[row, key[1], key[2]] = _group(cells[key], results, row=row)
-    return Analysis(groups=[_compared(key, plain) for key in plain], choices=choices)
+    return Analysis(
+        groups=[_compared(key, plain) for key in plain],
+        choices=choices,
+        delay_shares=delay_shares(study),
+    )
 
 
 type _Key = tuple[tuple[str, float | None], str, str]

@@ -1,4 +1,4 @@
-"""A study's pictures: loss curves, gaps, recovery, loss against momentum and learning rate."""
+"""A study's pictures: curves, gaps, recovery, gaps by delay, loss by momentum and learning rate."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.study.analysis import Analysis, Estimate, Group
+from megatron_async.study.config import NONE
 
 __all__ = ["panels", "write"]
 
@@ -20,6 +21,7 @@ def write(analysis: Analysis, directory: Path) -> list[Path]:
         ("curves", _curves),
         ("gaps", _gaps),
         ("recovery", _recovery),
+        ("delays", _delays),
         ("momentum", _momentum),
         ("learning-rates", _learning_rates),
     ):
@@ -44,6 +46,10 @@ def panels(count: int) -> tuple[Any, list[Any]]:
     figure = _new_figure(columns * _PANEL[0], rows * _PANEL[1])
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
     return figure, axes
+
+
+def _title(variant: str, rate: float | None) -> str:
+    return variant if rate is None else f"{variant}, learning rate {rate:g}"
 
 
 def _modes(groups: Sequence[Group]) -> list[str]:
@@ -83,8 +89,7 @@ def _curves(analysis: Analysis) -> Any:
             assert group.loss is not None
             axes.plot(at[-1:], [group.loss.value], "o", color=color, markersize=4)
         _zoom(axes, [group for group in groups if group.cell.variant == variant])
-        at_rate = "" if rate is None else f", learning rate {rate:g}"
-        axes.set_title(f"{variant}{at_rate}", fontsize=9)
+        axes.set_title(_title(variant, rate), fontsize=9)
         axes.grid(alpha=0.3)
         axes.set_xlabel("iteration")
     all_axes[0].set_ylabel("loss (nats a token)")
@@ -109,7 +114,8 @@ def _zoom(axes: Any, groups: Sequence[Group]) -> None:
     ends = [loss for group in groups for loss in group.losses.values()]
     curves = [_smooth(group.results[seed].losses) for group in groups for seed in group.losses]
     middles = [points[len(points) // 4][1] for points in curves]
-    low, high = min(ends), max([*ends, *middles])
+    low = min([*ends, *(points[-1][1] for points in curves)])
+    high = max([*ends, *middles])
     margin = 0.1 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
 
@@ -184,6 +190,50 @@ def _recovery(analysis: Analysis) -> Any:
         "percent of the delay's gap",
         "What the correction wins back; bars: standard error over seeds",
     )
+
+
+def _delays(analysis: Analysis) -> Any:
+    """Gap against the mean delay in steps: a panel for each optimizer, a line for each correction.
+
+    Synchronous training is the point at zero; a delay whose stages differ has no place here.
+    """
+    shares = analysis.delay_shares
+    lines: dict[tuple[str, float | None], dict[str, list[tuple[float, Estimate]]]] = {}
+    for group in analysis.groups:
+        if group.gap is not None and group.cell.delay in shares:
+            panel = lines.setdefault(group.row, {})
+            point = (shares[group.cell.delay], group.gap)
+            panel.setdefault(group.cell.correction, []).append(point)
+    lines = {
+        key: {name: points for name, points in panel.items() if len({x for x, _ in points}) > 1}
+        for key, panel in lines.items()
+    }
+    lines = {key: panel for key, panel in lines.items() if panel}
+    if not lines:
+        return None
+    names = list(dict.fromkeys(name for panel in lines.values() for name in panel))
+    figure, all_axes = panels(len(lines))
+    for axes, ((variant, rate), panel) in zip(all_axes, lines.items(), strict=True):
+        for name, points in panel.items():
+            points.sort(key=lambda point: point[0])
+            axes.errorbar(
+                [0.0, *(share for share, _ in points)],
+                [0.0, *(gap.value for _, gap in points)],
+                yerr=[0.0, *(gap.error or 0.0 for _, gap in points)],
+                color=f"C{names.index(name)}",
+                marker="o",
+                markersize=3,
+                capsize=2,
+                label="no correction" if name == NONE else name,
+            )
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_title(_title(variant, rate), fontsize=9)
+        axes.set_xlabel("mean delay (steps)")
+        axes.grid(alpha=0.3)
+    all_axes[0].set_ylabel("loss above synchronous (nats a token)")
+    all_axes[0].legend(fontsize=7)
+    figure.suptitle("What a delay costs, by its size; bars: standard error over seeds", fontsize=10)
+    return figure
 
 
 def _momentum(analysis: Analysis) -> Any:

@@ -14,7 +14,7 @@ from megatron_async.study.analysis import Analysis, analyse, mean_of, ratio_of
 from megatron_async.study.cells import Cell
 from megatron_async.study.config import Study
 from megatron_async.study.results import CellResult
-from tests.study.test_config import IDENTITY, TUNED, run_all, study_of
+from tests.study.test_config import IDENTITY, MINIMAL, TUNED, run_all, study_of
 
 
 def analysis_of(study: Study, loss: Callable[[Cell], float | None]) -> Analysis:
@@ -219,3 +219,25 @@ def test_report_of_a_single_seed(tmp_path: Path) -> None:
     report.write(study, analysis_of(study, losses(TABLE)), tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| adam | 0.001 | 2.0000 | 2.5000 (+0.5000) | 2.2000 (+0.2000, 60% back) |" in text
+
+
+def test_gaps_are_drawn_against_the_delays_whose_size_is_known(tmp_path: Path) -> None:
+    fresh = {"pipeline-schedule": "fresh-2bw"}
+    study = study_of(
+        flags={**MINIMAL["flags"], "micro-batch-size": 2, "global-batch-size": 16},
+        delays=[
+            "none",
+            "one-step",
+            {"name": "all", "flags": {**fresh, "delayed-microbatches": "all"}},
+            {"name": "three", "flags": {**fresh, "delayed-microbatches": 3}},
+            {"name": "fewest", "flags": fresh},
+            {"name": "paci", "flags": {"pipeline-schedule": "paci"}},
+        ],
+        corrections=["none", {"name": "error-feedback", "delays": ["one-step", "three"]}],
+        seeds=[1, 2],
+    )
+    analysis = analysis_of(study, lambda cell: 2.0 + cell.seed)
+    # 8 microbatches of 2, of which 3 are late.
+    assert analysis.delay_shares == {"none": 0.0, "one-step": 1.0, "all": 1.0, "three": 3 / 8}
+    paths = report.write(study, analysis, tmp_path)
+    assert "delays.png" in {path.name for path in paths}
