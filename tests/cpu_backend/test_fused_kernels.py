@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_async.__main__ import main
-from tests.support.gpt import gpt_args
+from tests.support.gpt import Value, gpt_args
 from tests.support.torchrun import run_python, run_torchrun
 
 
@@ -113,7 +113,7 @@ def test_flag_is_for_cpu_ranks() -> None:
 
 @pytest.mark.slow
 def test_training_with_fused_kernels_has_the_same_losses_to_rounding() -> None:
-    flags = {
+    flags: dict[str, Value] = {
         "hidden_dropout": 0,
         "attention_dropout": 0,
         "no_create_attention_mask_in_dataloader": True,
