@@ -43,8 +43,8 @@ def test_flags_pass_the_checks() -> None:
             "pipedream-16": "pipedream",
         }
         if cell.delay == "half":
-            microbatches = args["global_batch_size"] // args["micro_batch_size"]
-            assert args["delayed_microbatches"] == microbatches // 2, name
+            microbatches = number(cell, "global-batch-size") / number(cell, "micro-batch-size")
+            assert number(cell, "delayed-microbatches") == microbatches / 2, name
         assert args["pipeline_schedule"] == schedule[cell.delay], name
         assert args["delay_correction"] == cell.correction
         assert args["optimizer"] == cell.optimizer
