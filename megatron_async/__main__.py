@@ -16,23 +16,28 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _USAGE = """\
-usage: torchrun [...] -m megatron_async [--cpu] SCRIPT [ARGS]
+usage: torchrun [...] -m megatron_async [--cpu [--fused-cpu-kernels]] SCRIPT [ARGS]
 
 Runs a Megatron training script (such as pretrain_gpt.py of a Megatron-LM checkout) with the flags
-of megatron_async among its ARGS. --cpu may stand anywhere."""
+of megatron_async among its ARGS. --cpu and --fused-cpu-kernels may stand anywhere."""
+
+_FUSED = "--fused-cpu-kernels"
 
 
 def main(argv: list[str]) -> None:
     """Run a training script.
 
     Args:
-        argv: the script's path and its arguments; ``--cpu`` may stand anywhere.
+        argv: the script's path and its arguments; ``--cpu`` and ``--fused-cpu-kernels`` may stand
+            anywhere.
 
     Raises:
         SystemExit: no script was named, or it does not exist.
     """
-    on_cpu = "--cpu" in argv
-    argv = [argument for argument in argv if argument != "--cpu"]
+    on_cpu, fused = "--cpu" in argv, _FUSED in argv
+    argv = [argument for argument in argv if argument not in ("--cpu", _FUSED)]
+    if fused and not on_cpu:
+        raise SystemExit(f"megatron_async: {_FUSED} is for CPU ranks: add --cpu, or drop it")
     if not argv or argv[0] in ("-h", "--help"):
         raise SystemExit(_USAGE)
     script = Path(argv[0])
@@ -55,6 +60,8 @@ def main(argv: list[str]) -> None:
         except ValueError as error:
             raise SystemExit(f"megatron_async: {error}") from None
         cpu_backend.install()
+        if fused:
+            cpu_backend.install_fused_kernels()
         recorder = _record(argv[1:])
     from megatron_async.config.startup import check_command_line, flags_in
 
@@ -68,8 +75,9 @@ def main(argv: list[str]) -> None:
 
             record.mark_actions(recorder)
         if on_cpu:
-            # Megatron's parser knows the flag now, and prints it among the arguments.
+            # Megatron's parser knows the flags now, and prints them among the arguments.
             argv.append("--cpu")
+            argv += [_FUSED] if fused else []
     sys.argv = argv
     runpy.run_path(str(script), run_name="__main__")
 
@@ -79,7 +87,12 @@ def _record(argv: list[str]) -> "Recorder | None":
     from megatron_async.replay import record
 
     directory = record.directory_in(argv)
-    return None if directory is None else record.install(Path(directory))
+    if directory is None:
+        return None
+    from megatron_async.cpu_backend import one_rank
+
+    one_rank.leave_to_gloo()
+    return record.install(Path(directory))
 
 
 if __name__ == "__main__":

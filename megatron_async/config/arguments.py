@@ -45,6 +45,14 @@ def _own_flags() -> tuple[Flag, ...]:
             "the launcher before Megatron is imported.",
         ),
         Flag(
+            name="--fused-cpu-kernels",
+            switch=True,
+            default=False,
+            help="With --cpu: attention, cross entropy and linear layers as torch's fused "
+            "operators, for small models whose time goes into calling operators. Losses agree with "
+            "Megatron's own to rounding. Give --no-create-attention-mask-in-dataloader as well.",
+        ),
+        Flag(
             name="--pipeline-schedule",
             default=DEFAULT,
             metavar="NAME",

@@ -25,13 +25,13 @@ __all__ = [
 def flags_in(argv: list[str]) -> bool:
     """Whether a flag (or an optimizer) of this package stands on the command line.
 
-    Its value does not matter: Megatron's parser alone would not know the flag. ``--cpu`` does not
-    count; the launcher reads it. ``--help`` does.
+    Its value does not matter: Megatron's parser alone would not know the flag. ``--cpu`` and
+    ``--fused-cpu-kernels`` do not count; the launcher reads them. ``--help`` does.
     """
     parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     ours = {option for action in parser._actions for option in action.option_strings}
     # Whoever asks for help wants to see them.
-    counted = ours - {"--cpu"} | {"--help", "-h"}
+    counted = ours - {"--cpu", "--fused-cpu-kernels"} | {"--help", "-h"}
     return requested(argv) or any(argument.partition("=")[0] in counted for argument in argv)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "apply_argument_defaults",
     "cpu_argv",
     "install",
+    "install_fused_kernels",
     "installed",
     "replacements",
 ]
@@ -40,6 +41,7 @@ HIDDEN_PACKAGES = (
 )
 
 _applied: tuple[Replacement, ...] | None = None
+_fused: tuple[Replacement, ...] | None = None
 
 
 def replacements() -> list[Replacement]:
@@ -49,9 +51,10 @@ def replacements() -> list[Replacement]:
     """
     from megatron_async.cpu_backend.distributed_rows import distributed_rows
     from megatron_async.cpu_backend.megatron_rows import megatron_rows
+    from megatron_async.cpu_backend.one_rank import one_rank_rows
     from megatron_async.cpu_backend.torch_rows import torch_rows
 
-    return [*torch_rows(), *distributed_rows(), *megatron_rows()]
+    return [*torch_rows(), *distributed_rows(), *one_rank_rows(), *megatron_rows()]
 
 
 def installed() -> bool:
@@ -114,6 +117,30 @@ def install() -> tuple[Replacement, ...]:
     applied += apply([row for row in rows if row not in of_torch], megatron_version)
     _applied = applied
     return applied
+
+
+def install_fused_kernels() -> tuple[Replacement, ...]:
+    """Replace chains of small operators by torch's fused ones; a second call does nothing.
+
+    Losses agree with Megatron's own operators to rounding, not digit for digit; see
+    :mod:`.fused_kernels`.
+
+    Returns:
+        The rows that were applied.
+
+    Raises:
+        RuntimeError: :func:`install` was not called before.
+    """
+    global _fused
+    if _fused is None:
+        if _applied is None:
+            raise RuntimeError("call cpu_backend.install() ahead of install_fused_kernels()")
+        from megatron.core.package_info import __version__ as megatron_version
+
+        from megatron_async.cpu_backend.fused_kernels import fused_rows
+
+        _fused = apply(fused_rows(), megatron_version)
+    return _fused
 
 
 def apply_argument_defaults(argv: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_async.cpu_backend import one_rank
 from megatron_async.cpu_backend.gloo_workers import drain, drain_at_exit
 from megatron_async.megatron.replaced import Replacement
 
@@ -113,6 +114,10 @@ def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
+        if one_rank.alone(group):
+            with torch.no_grad():
+                one_rank.copy(tensor_list[0], tensor)
+            return one_rank.Done() if async_op else None
         if len({output.numel() for output in tensor_list}) == 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)
         group = group or dist.group.WORLD
@@ -197,7 +202,8 @@ def distributed_rows() -> list[Replacement]:
             "all_gather",
             _all_gather,
             "gloo refuses tensors of unequal sizes, which NCCL gathers by broadcasts "
-            "(Megatron's layer-wise optimizer: core/optimizer/layer_wise_optimizer.py)",
+            "(Megatron's layer-wise optimizer: core/optimizer/layer_wise_optimizer.py). In a group "
+            "of one rank it copies, see one_rank.py",
         ),
         row(
             "all_to_all_single",

@@ -13,10 +13,10 @@ means of pairs, is the delta method's.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megatron_async.study.cells import Cell, Choice, choose, plan
-from megatron_async.study.config import NONE, Study
+from megatron_async.study.cells import Cell, Choice, choose, plan, tuned_modes
+from megatron_async.study.config import NONE, Mode, Study, Variant
 from megatron_async.study.delay_shares import delay_shares
 from megatron_async.study.results import DIVERGED, CellResult
 
@@ -46,6 +46,8 @@ class Group:
         cell: one of them.
         results: of those that are done, by seed.
         missing: how many are not.
+        row: what it is compared with stands in the same row of a table: the optimizer, and the
+            learning rate, which is None where each mode has its own.
         loss: of the runs that did not diverge.
         gap: to synchronous training; None for that itself, and where there is none to compare with.
         recovery: of the gap of the same delay without a correction, as a fraction; None where
@@ -57,6 +59,7 @@ class Group:
     cell: Cell
     results: Mapping[int, CellResult]
     missing: int
+    row: tuple[str, float | None]
     loss: Estimate | None
     gap: Estimate | None = None
     recovery: Estimate | None = None
@@ -75,11 +78,7 @@ class Group:
     @property
     def mode(self) -> str:
         """Delay and correction, for people."""
-        if self.synchronous:
-            return "synchronous"
-        return self.cell.delay + (
-            "" if self.cell.correction == NONE else f" + {self.cell.correction}"
-        )
+        return _mode_name(self.cell.delay, self.cell.correction)
 
     @property
     def losses(self) -> dict[int, float]:
@@ -96,7 +95,8 @@ class Analysis:
     """All groups of a study, in its order, and the learning rates of its optimizers.
 
     Attributes:
-        choices: by variant; None where the runs that choose are not all done.
+        choices: by variant, or by ``VARIANT, MODE`` where each mode has its own; None where the
+            runs that choose are not all done.
         delay_shares: mean delay in steps by the name of the delay, where flags tell it.
     """
 
@@ -115,6 +115,12 @@ class Analysis:
             ):
                 return group
         return None
+
+
+def _mode_name(delay: str, correction: str) -> str:
+    if delay == NONE:
+        return "synchronous"
+    return delay if correction == NONE else f"{delay} + {correction}"
 
 
 def mean_of(values: Sequence[float]) -> Estimate | None:
@@ -152,12 +158,16 @@ def analyse(
     Runs that only chose a learning rate make no group.
     """
     choices = {
-        variant.name: choose(study, variant, results, identity=identity)
+        _choice_name(variant, mode): choose(study, variant, results, identity=identity, mode=mode)
         for variant in study.variants
+        for mode in tuned_modes(study, variant)
     }
     cells: dict[tuple[str, str, str, float], list[Cell]] = {}
     for cell in plan(study, results, identity=identity):
-        choice = choices[cell.variant]
+        name = cell.variant
+        if study.tuned_per_mode:
+            name += f", {_mode_name(cell.delay, cell.correction)}"
+        choice = choices[name]
         chosen = None if choice is None else choice.learning_rate
         if cell.seed not in study.seeds or (
             study.tuning_seed is not None and cell.learning_rate != chosen
@@ -170,39 +180,57 @@ def analyse(
     modes = {(mode.delay, mode.correction): index for index, mode in enumerate(study.modes)}
     keys = sorted(
         (key for key in cells if (key[1], key[2]) in modes),
-        key=lambda key: (order[key[0]], key[3], modes[key[1], key[2]]),
+        key=lambda key: (
+            order[key[0]],
+            0.0 if study.tuned_per_mode else key[3],
+            modes[key[1], key[2]],
+        ),
     )
-    plain = {key: _group(cells[key], results) for key in keys}
+    plain: dict[_Key, Group] = {}
+    for key in keys:
+        row = (key[0], None if study.tuned_per_mode else key[3])
+        plain[row, key[1], key[2]] = _group(cells[key], results, row=row)
     return Analysis(
-        groups=[_compared(key, plain) for key in keys],
+        groups=[_compared(key, plain) for key in plain],
         choices=choices,
         delay_shares=delay_shares(study),
     )
 
 
-def _group(cells: Sequence[Cell], results: Mapping[str, CellResult]) -> Group:
+type _Key = tuple[tuple[str, float | None], str, str]
+"""Row, delay and correction."""
+
+
+def _choice_name(variant: Variant, mode: Mode | None) -> str:
+    if mode is None:
+        return variant.name
+    return f"{variant.name}, {_mode_name(mode.delay, mode.correction)}"
+
+
+def _group(
+    cells: Sequence[Cell], results: Mapping[str, CellResult], *, row: tuple[str, float | None]
+) -> Group:
     done = {cell.seed: results[cell.name] for cell in cells if cell.name in results}
     losses = [one.validation_loss for one in done.values() if one.validation_loss is not None]
     return Group(
         cell=cells[0],
         results=done,
         missing=len(cells) - len(done),
+        row=row,
         loss=mean_of(losses),
     )
 
 
-def _compared(
-    key: tuple[str, str, str, float], groups: Mapping[tuple[str, str, str, float], Group]
-) -> Group:
-    variant, delay, correction, rate = key
+def _compared(key: _Key, groups: Mapping[_Key, Group]) -> Group:
+    row, delay, correction = key
     group = groups[key]
-    synchronous = groups.get((variant, NONE, NONE, rate))
+    synchronous = groups.get((row, NONE, NONE))
     if group.synchronous or synchronous is None:
         return group
     own, base = group.losses, synchronous.losses
     gap = mean_of([own[seed] - base[seed] for seed in own if seed in base])
     recovery, in_noise = None, False
-    delayed = groups.get((variant, delay, NONE, rate))
+    delayed = groups.get((row, delay, NONE))
     if correction != NONE and delayed is not None:
         plain = delayed.losses
         seeds = [seed for seed in own if seed in base and seed in plain]
@@ -211,12 +239,4 @@ def _compared(
         in_noise = whole is not None and whole.error is not None and whole.value < 2 * whole.error
         if not in_noise:
             recovery = ratio_of([plain[seed] - own[seed] for seed in seeds], lost)
-    return Group(
-        cell=group.cell,
-        results=group.results,
-        missing=group.missing,
-        loss=group.loss,
-        gap=gap,
-        recovery=recovery,
-        in_noise=in_noise,
-    )
+    return replace(group, gap=gap, recovery=recovery, in_noise=in_noise)

@@ -1,8 +1,8 @@
 """The cells of a study: which runs it takes, and which learning rate each optimizer gets.
 
 A learning rate is chosen by synchronous runs with one seed, and then serves all modes and seeds of
-that optimizer, as in the paper. What is to be run depends on results so far, so :func:`plan` is
-called again after every run.
+that optimizer, as in the paper; or each mode chooses its own, by runs in that mode. What is to be
+run depends on results so far, so :func:`plan` is called again after every run.
 """
 
 import hashlib
@@ -15,7 +15,16 @@ from functools import cached_property
 from megatron_async.study.config import NONE, Flags, Mode, Study, Variant, flag_words
 from megatron_async.study.results import CellResult
 
-__all__ = ["Cell", "Choice", "choose", "count", "plan", "tuning_cells"]
+__all__ = [
+    "Cell",
+    "Choice",
+    "choose",
+    "count",
+    "modes_of",
+    "plan",
+    "tuned_modes",
+    "tuning_cells",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +107,49 @@ def plan(study: Study, results: Mapping[str, CellResult], *, identity: Sequence[
     tuning = study.tuning_seed is not None
     if tuning:
         for variant in study.variants:
-            for cell in tuning_cells(study, variant, identity=identity):
-                cells.setdefault(cell.name, cell)
+            for mode in tuned_modes(study, variant):
+                for cell in tuning_cells(study, variant, identity=identity, mode=mode):
+                    cells.setdefault(cell.name, cell)
     # Seed by seed, so that a study that is stopped early still compares all there is.
     for seed in study.seeds:
         for variant in study.variants:
-            rates: Sequence[float] = variant.learning_rates
-            if tuning:
-                choice = choose(study, variant, results, identity=identity)
-                rates = (
-                    ()
-                    if choice is None or choice.learning_rate is None
-                    else (choice.learning_rate,)
-                )
-            for rate in rates:
-                for mode in _modes_of(study, variant):
+            for mode in modes_of(study, variant):
+                rates: Sequence[float] = variant.learning_rates
+                if tuning:
+                    choice = choose(
+                        study,
+                        variant,
+                        results,
+                        identity=identity,
+                        mode=mode if study.tuned_per_mode else None,
+                    )
+                    chosen = None if choice is None else choice.learning_rate
+                    rates = () if chosen is None else (chosen,)
+                for rate in rates:
                     cell = _cell(study, variant, mode, rate=rate, seed=seed, identity=identity)
                     cells.setdefault(cell.name, cell)
     return list(cells.values())
 
 
-def tuning_cells(study: Study, variant: Variant, *, identity: Sequence[str]) -> list[Cell]:
-    """The synchronous runs that choose an optimizer's learning rate; none if there is one rate."""
+def tuned_modes(study: Study, variant: Variant) -> Sequence[Mode | None]:
+    """The modes that choose a learning rate; None, alone, for a choice that serves them all."""
+    return modes_of(study, variant) if study.tuned_per_mode else (None,)
+
+
+def tuning_cells(
+    study: Study, variant: Variant, *, identity: Sequence[str], mode: Mode | None = None
+) -> list[Cell]:
+    """The runs that choose an optimizer's learning rate; none if there is one rate.
+
+    Args:
+        mode: in which they run; synchronous training by default.
+    """
     if study.tuning_seed is None or len(variant.learning_rates) == 1:
         return []
-    synchronous = Mode(delay=NONE, correction=NONE, flags={})
-    # A mode of the study may have flags of its own for synchronous training.
-    mode = next((mode for mode in study.modes if mode.synchronous), synchronous)
+    if mode is None:
+        synchronous = Mode(delay=NONE, correction=NONE, flags={})
+        # A mode of the study may have flags of its own for synchronous training.
+        mode = next((mode for mode in study.modes if mode.synchronous), synchronous)
     return [
         _cell(study, variant, mode, rate=rate, seed=study.tuning_seed, identity=identity)
         for rate in variant.learning_rates
@@ -137,9 +162,14 @@ def choose(
     results: Mapping[str, CellResult],
     *,
     identity: Sequence[str],
+    mode: Mode | None = None,
 ) -> Choice | None:
-    """The learning rate with the lowest validation loss, once all of them were tried."""
-    cells = tuning_cells(study, variant, identity=identity)
+    """The learning rate with the lowest validation loss, once all of them were tried.
+
+    Args:
+        mode: see :func:`tuning_cells`.
+    """
+    cells = tuning_cells(study, variant, identity=identity, mode=mode)
     if not cells:
         return Choice(losses={}, learning_rate=variant.learning_rates[0])
     if any(cell.name not in results for cell in cells):
@@ -153,18 +183,23 @@ def count(study: Study, *, identity: Sequence[str]) -> int:
     """How many cells the study has in all, whichever learning rates are chosen."""
     total = 0
     for variant in study.variants:
-        modes = _modes_of(study, variant)
+        modes = modes_of(study, variant)
         if study.tuning_seed is None:
             total += len(variant.learning_rates) * len(modes) * len(study.seeds)
             continue
-        tuning = tuning_cells(study, variant, identity=identity)
-        total += len(tuning) + len(modes) * len(study.seeds)
-        if tuning and study.tuning_seed in study.seeds and any(m.synchronous for m in modes):
-            total -= 1
+        total += len(modes) * len(study.seeds)
+        for mode in tuned_modes(study, variant):
+            tuning = tuning_cells(study, variant, identity=identity, mode=mode)
+            total += len(tuning)
+            # One of them is among the cells of the chosen rate.
+            run_anyway = mode is not None or any(one.synchronous for one in modes)
+            if tuning and study.tuning_seed in study.seeds and run_anyway:
+                total -= 1
     return total
 
 
-def _modes_of(study: Study, variant: Variant) -> list[Mode]:
+def modes_of(study: Study, variant: Variant) -> list[Mode]:
+    """The modes in which an optimizer is run."""
     return [
         mode
         for mode in study.modes

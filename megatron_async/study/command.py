@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_async.study import config, report, runner
+from megatron_async.study import against, config, report, runner
 from megatron_async.study.analysis import analyse
 from megatron_async.study.cells import Cell, count, plan
 from megatron_async.study.config import ConfigError, Study
@@ -26,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if argv[:1] == ["report"]:
             return _report(argv[1:])
+        if argv[:1] == ["against"]:
+            return _against(argv[1:])
         return _study(argv)
     except (ConfigError, DataError, runner.RunError, LaunchError) as error:
         print(f"megatron-async study: {error}", file=sys.stderr)
@@ -89,6 +91,25 @@ def _report(argv: Sequence[str]) -> int:
         raise ConfigError(f"{directory} holds no study: there is no {path}.")
     identity = (directory / runner.DATASET_FILE).read_text(encoding="utf-8")
     _write_report(config.load(str(path)), directory, identity)
+    return 0
+
+
+def _against(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megatron-async study against",
+        description="Show gap and recovery of several studies against a flag of Megatron in which "
+        "they differ, such as train-iters or global-batch-size.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("flag", metavar="FLAG", help="under flags in the studies' configurations")
+    parser.add_argument(
+        "directories", nargs="+", type=Path, metavar="DIR", help="the studies' --output"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="a folder")
+    args = parser.parse_args(argv)
+    flag = args.flag.removeprefix("--")
+    series = against.read(flag, args.directories)
+    print(f"Wrote {', '.join(map(str, against.write(flag, series, args.output)))}.")
     return 0
 
 
@@ -191,7 +212,9 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="megatron-async study",
         description="Train a grid of optimizers, delays, corrections and seeds, and report what "
         "the delay costs and what a correction wins back. A study that was stopped goes on when it "
-        "is started again. `megatron-async study report DIR` writes the report alone.",
+        "is started again. `megatron-async study report DIR` writes the report alone, and "
+        "`megatron-async study against FLAG DIR... --output OUT` compares studies that differ in "
+        "a flag.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -25,7 +25,7 @@ Everything a file can say, with the default where there is one (docs/study.md te
                                 #  delays: [...], optimizers: [...]}
     seeds: [1, 2, 3]
     checkpoints: {interval: 1000, keep: false}  # none by default; lets a stopped run go on
-    tuning: {seed: 1}           # false: every learning rate is a column of the grid
+    tuning: {seed: 1, per-mode: false}  # false: every learning rate is a column of the grid
 
 A flag's value is what Megatron takes; ``true`` gives the bare flag, ``false`` leaves it out, a list
 gives several values.
@@ -164,6 +164,8 @@ class Study:
         name: of the file, without its suffix.
         iterations: of each run.
         tuning_seed: of the runs that choose a learning rate; None if all rates are run.
+        tuned_per_mode: whether each mode has runs of its own that choose it; otherwise synchronous
+            runs choose for all.
         checkpoint_interval: iterations between a run's checkpoints; None for no checkpoints.
         keep_checkpoints: whether those of finished runs are kept.
         document: what was read, to be written down beside the results.
@@ -183,6 +185,7 @@ class Study:
     modes: tuple[Mode, ...]
     seeds: tuple[int, ...]
     tuning_seed: int | None
+    tuned_per_mode: bool
     checkpoint_interval: int | None
     keep_checkpoints: bool
     document: Mapping[str, Any] = field(repr=False)
@@ -257,6 +260,7 @@ def parse(document: Mapping[str, Any], *, name: str) -> Study:
     corrections = _corrections(top.list("corrections", default=[NONE]))
     modes = _modes(delays, corrections, optimizers=_keys_of(variants))
     interval, keep = _checkpoints(top.get("checkpoints"))
+    tuning_seed, per_mode = _tuning(top.get("tuning", {}), seeds)
     script = top.text("script", default=None)
     if script is not None and not Path(script).is_file():
         raise ConfigError(f"script: there is no file {script}.")
@@ -274,7 +278,8 @@ def parse(document: Mapping[str, Any], *, name: str) -> Study:
         variants=variants,
         modes=modes,
         seeds=seeds,
-        tuning_seed=_tuning_seed(top.get("tuning", {}), seeds),
+        tuning_seed=tuning_seed,
+        tuned_per_mode=per_mode,
         checkpoint_interval=interval,
         keep_checkpoints=keep,
         document=document,
@@ -496,14 +501,17 @@ def _is_longer(flags: Flags) -> bool:
     )
 
 
-def _tuning_seed(value: Any, seeds: Sequence[int]) -> int | None:
+def _tuning(value: Any, seeds: Sequence[int]) -> tuple[int | None, bool]:
     if value is False:
-        return None
-    section = Section({} if value is True else value, place="tuning", known=("seed",))
+        return None, False
+    section = Section({} if value is True else value, place="tuning", known=("seed", "per-mode"))
     seed = section.get("seed", seeds[0])
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 1:
         raise section.wrong("seed", "an integer from 1 on")
-    return seed
+    per_mode = section.get("per-mode", False)
+    if not isinstance(per_mode, bool):
+        raise section.wrong("per-mode", "true or false")
+    return seed, per_mode
 
 
 def _checkpoints(value: Any) -> tuple[int | None, bool]:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_async.study.analysis import Analysis, Estimate, Group
 from megatron_async.study.config import NONE
 
-__all__ = ["write"]
+__all__ = ["panels", "write"]
 
 _POINTS = 60  # a curve's points are means over so many parts of the run, at most
 _PANEL = (4.2, 3.2)  # inches
@@ -39,12 +39,17 @@ def _new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _panels(count: int) -> tuple[Any, list[Any]]:
+def panels(count: int) -> tuple[Any, list[Any]]:
+    """A figure of so many panels, three in a row at most, and their axes."""
     columns = min(3, count)
     rows = -(-count // columns)
     figure = _new_figure(columns * _PANEL[0], rows * _PANEL[1])
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
     return figure, axes
+
+
+def _title(variant: str, rate: float | None) -> str:
+    return variant if rate is None else f"{variant}, learning rate {rate:g}"
 
 
 def _modes(groups: Sequence[Group]) -> list[str]:
@@ -58,14 +63,14 @@ def _curves(analysis: Analysis) -> Any:
         for group in analysis.groups
         if group.losses and all(_smooth(group.results[seed].losses) for seed in group.losses)
     ]
-    panels = list(dict.fromkeys((group.cell.variant, group.cell.learning_rate) for group in groups))
-    if not panels:
+    rows = list(dict.fromkeys(group.row for group in groups))
+    if not rows:
         return None
     colors = {mode: f"C{index}" for index, mode in enumerate(_modes(groups))}
-    figure, all_axes = _panels(len(panels))
-    for axes, (variant, rate) in zip(all_axes, panels, strict=True):
+    figure, all_axes = panels(len(rows))
+    for axes, (variant, rate) in zip(all_axes, rows, strict=True):
         for group in groups:
-            if (group.cell.variant, group.cell.learning_rate) != (variant, rate):
+            if group.row != (variant, rate):
                 continue
             curves = [_smooth(group.results[seed].losses) for seed in group.losses]
             shared = min(len(curve) for curve in curves)
@@ -84,7 +89,7 @@ def _curves(analysis: Analysis) -> Any:
             assert group.loss is not None
             axes.plot(at[-1:], [group.loss.value], "o", color=color, markersize=4)
         _zoom(axes, [group for group in groups if group.cell.variant == variant])
-        axes.set_title(f"{variant}, learning rate {rate:g}", fontsize=9)
+        axes.set_title(_title(variant, rate), fontsize=9)
         axes.grid(alpha=0.3)
         axes.set_xlabel("iteration")
     all_axes[0].set_ylabel("loss (nats a token)")
@@ -123,8 +128,8 @@ def _bars(
     if not groups:
         return None
     modes = _modes(groups)
-    several = len({group.cell.learning_rate for group in groups}) > 1
-    rows = list(dict.fromkeys((group.cell.variant, group.cell.learning_rate) for group in groups))
+    several = len({group.row[1] for group in groups}) > 1
+    rows = list(dict.fromkeys(group.row for group in groups))
     figure = _new_figure(7.5, 1.2 + 0.28 * len(rows) * (len(modes) + 1))
     axes = figure.add_subplot()
     height = 0.8 / len(modes)
@@ -133,8 +138,7 @@ def _bars(
         for group in groups:
             estimate = value(group)
             if group.mode == mode and estimate is not None:
-                row = rows.index((group.cell.variant, group.cell.learning_rate))
-                places.append(row - 0.4 + (index + 0.5) * height)
+                places.append(rows.index(group.row) - 0.4 + (index + 0.5) * height)
                 lengths.append(estimate.value)
                 errors.append(estimate.error or 0.0)
         axes.barh(
@@ -150,7 +154,10 @@ def _bars(
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(
         range(len(rows)),
-        [f"{variant}, {rate:g}" if several else variant for variant, rate in rows],
+        [
+            variant if rate is None or not several else f"{variant}, {rate:g}"
+            for variant, rate in rows
+        ],
     )
     axes.invert_yaxis()
     axes.set_xlabel(label)
@@ -191,10 +198,10 @@ def _delays(analysis: Analysis) -> Any:
     Synchronous training is the point at zero; a delay whose stages differ has no place here.
     """
     shares = analysis.delay_shares
-    lines: dict[tuple[str, float], dict[str, list[tuple[float, Estimate]]]] = {}
+    lines: dict[tuple[str, float | None], dict[str, list[tuple[float, Estimate]]]] = {}
     for group in analysis.groups:
         if group.gap is not None and group.cell.delay in shares:
-            panel = lines.setdefault((group.cell.variant, group.cell.learning_rate), {})
+            panel = lines.setdefault(group.row, {})
             point = (shares[group.cell.delay], group.gap)
             panel.setdefault(group.cell.correction, []).append(point)
     lines = {
@@ -205,7 +212,7 @@ def _delays(analysis: Analysis) -> Any:
     if not lines:
         return None
     names = list(dict.fromkeys(name for panel in lines.values() for name in panel))
-    figure, all_axes = _panels(len(lines))
+    figure, all_axes = panels(len(lines))
     for axes, ((variant, rate), panel) in zip(all_axes, lines.items(), strict=True):
         for name, points in panel.items():
             points.sort(key=lambda point: point[0])
@@ -220,7 +227,7 @@ def _delays(analysis: Analysis) -> Any:
                 label="no correction" if name == NONE else name,
             )
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_title(f"{variant}, learning rate {rate:g}", fontsize=9)
+        axes.set_title(_title(variant, rate), fontsize=9)
         axes.set_xlabel("mean delay (steps)")
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("loss above synchronous (nats a token)")
@@ -232,7 +239,7 @@ def _delays(analysis: Analysis) -> Any:
 def _momentum(analysis: Analysis) -> Any:
     """Loss, and gap to synchronous training, against momentum: a panel for each optimizer."""
     groups = [g for g in analysis.groups if g.cell.momentum is not None and g.loss is not None]
-    settings = {(group.cell.variant, group.cell.learning_rate) for group in groups}
+    settings = {group.row for group in groups}
     one_rate = len(settings) == len({variant for variant, _ in settings})
     return _against(
         groups,
@@ -279,7 +286,7 @@ def _against(
     if not optimizers:
         return None
     colors = {mode: f"C{index}" for index, mode in enumerate(_modes(groups))}
-    figure, all_axes = _panels(len(optimizers))
+    figure, all_axes = panels(len(optimizers))
     for axes, optimizer in zip(all_axes, optimizers, strict=True):
         keys = {name[2] for name in lines if name[0] == optimizer}
         for (name, mode, one), line in lines.items():

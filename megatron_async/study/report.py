@@ -9,7 +9,7 @@ from megatron_async.study.analysis import Analysis, Estimate, Group
 from megatron_async.study.config import Study
 from megatron_async.study.results import CellResult
 
-__all__ = ["main_table", "write"]
+__all__ = ["main_table", "markdown_table", "with_error", "write"]
 
 _DASH = "–"
 
@@ -39,14 +39,18 @@ def write(study: Study, analysis: Analysis, directory: Path) -> list[Path]:
 def main_table(analysis: Analysis) -> str:
     """A row for each optimizer, a column for each mode: loss, gap and recovery, as Markdown."""
     modes = list(dict.fromkeys(group.mode for group in analysis.groups))
-    rows: dict[tuple[str, float], dict[str, Group]] = {}
+    rows: dict[tuple[str, float | None], dict[str, Group]] = {}
     for group in analysis.groups:
-        rows.setdefault((group.cell.variant, group.cell.learning_rate), {})[group.mode] = group
+        rows.setdefault(group.row, {})[group.mode] = group
     table = [
-        [variant, f"{rate:g}", *(_cell(groups.get(mode)) for mode in modes)]
+        [
+            variant,
+            "per mode" if rate is None else f"{rate:g}",
+            *(_cell(groups.get(mode)) for mode in modes),
+        ]
         for (variant, rate), groups in rows.items()
     ]
-    return _table(["optimizer", "learning rate", *modes], table)
+    return markdown_table(["optimizer", "learning rate", *modes], table)
 
 
 def _cell(group: Group | None) -> str:
@@ -56,13 +60,15 @@ def _cell(group: Group | None) -> str:
     if group.loss is None:
         return "diverged" if group.diverged else _DASH
     details = []
+    if group.row[1] is None:
+        details.append(f"rate {group.cell.learning_rate:g}")
     if group.gap is not None:
         details.append(f"{group.gap.value:+.4f}")
     if group.recovery is not None:
         details.append(f"{group.recovery.value:.0%} back")
     if group.diverged:
         details.append(f"{group.diverged} diverged")
-    return _number(group.loss) + (f" ({', '.join(details)})" if details else "")
+    return with_error(group.loss) + (f" ({', '.join(details)})" if details else "")
 
 
 def _markdown(study: Study, analysis: Analysis, pictures: Sequence[Path]) -> str:
@@ -82,10 +88,12 @@ def _markdown(study: Study, analysis: Analysis, pictures: Sequence[Path]) -> str
     tuning = _tuning_table(analysis)
     if tuning:
         parts += ["## Learning rates", tuning]
-        parts.append(
-            "Synchronous runs with one seed; each optimizer keeps its best rate in all modes. A "
-            "rate at the edge of its grid may not be the best there is."
+        by = (
+            "Runs of each mode with one seed; each optimizer has the best rate of each mode in it."
+            if study.tuned_per_mode
+            else "Synchronous runs with one seed; each optimizer keeps its best rate in all modes."
         )
+        parts.append(f"{by} A rate at the edge of its grid may not be the best there is.")
     notes = _notes(analysis)
     if notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in notes)]
@@ -121,14 +129,14 @@ def _gap_table(analysis: Analysis) -> str:
             group.cell.variant,
             f"{group.cell.learning_rate:g}",
             group.mode,
-            _number(group.gap, sign=True) if group.gap else _DASH,
+            with_error(group.gap, sign=True) if group.gap else _DASH,
             _recovery(group),
             str(len(group.losses)),
         ]
         for group in analysis.groups
         if not group.synchronous
     ]
-    return _table(["optimizer", "learning rate", "mode", "gap", "recovery", "seeds"], rows)
+    return markdown_table(["optimizer", "learning rate", "mode", "gap", "recovery", "seeds"], rows)
 
 
 def _recovery(group: Group) -> str:
@@ -153,7 +161,7 @@ def _tuning_table(analysis: Analysis) -> str:
         )
         best = _DASH if choice.learning_rate is None else f"{choice.learning_rate:g}"
         rows.append([name, best + (" (edge)" if choice.at_edge else ""), losses])
-    return _table(["optimizer", "chosen", "validation loss by rate"], rows)
+    return markdown_table(["optimizer", "chosen", "validation loss by rate"], rows)
 
 
 def _notes(analysis: Analysis) -> list[str]:
@@ -177,12 +185,14 @@ def _notes(analysis: Analysis) -> list[str]:
     return notes
 
 
-def _number(estimate: Estimate, *, sign: bool = False) -> str:
+def with_error(estimate: Estimate, *, sign: bool = False) -> str:
+    """``2.1810 ± 0.0040``, or without the error of a single seed."""
     value = f"{estimate.value:+.4f}" if sign else f"{estimate.value:.4f}"
     return value if estimate.error is None else f"{value} ± {estimate.error:.4f}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Rows of as many cells as the head has, as Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

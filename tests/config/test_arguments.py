@@ -13,6 +13,7 @@ from tests.config.cases import DEFAULTS
 # dest -> (arguments, value)
 GIVEN: dict[str, tuple[list[str], object]] = {
     "cpu": (["--cpu"], True),
+    "fused_cpu_kernels": (["--fused-cpu-kernels"], True),
     "pipeline_schedule": (["--pipeline-schedule", "pipedream-2bw"], "pipedream-2bw"),
     "delay_correction": (["--delay-correction", "error-feedback"], "error-feedback"),
     "delay_correction_strength": (["--delay-correction-strength", "0.5"], 0.5),

@@ -289,6 +289,40 @@ def test_learning_rate_is_chosen_by_synchronous_runs() -> None:
     assert not single.at_edge
 
 
+def test_learning_rate_is_chosen_for_each_mode() -> None:
+    study = study_of(**TUNED, tuning={"seed": 1, "per-mode": True})
+    # The best rate is 1e-3 synchronous, 2e-3 delayed and 1e-3 corrected.
+    best = {"none": 1e-3, "one-step": 2e-3, "error-feedback": 1e-3}
+
+    def loss(cell: Cell) -> float:
+        mode = cell.correction if cell.correction != "none" else cell.delay
+        return abs(cell.learning_rate - best[mode])
+
+    results = run_all(study, loss)
+    cells = plan(study, results, identity=IDENTITY)
+    assert len(cells) == len(results) == count(study, identity=IDENTITY)
+    seed_2 = {
+        (cell.delay, cell.correction): cell.learning_rate
+        for cell in cells
+        if cell.variant == "adam" and cell.seed == 2
+    }
+    assert seed_2 == {
+        ("none", "none"): 1e-3,
+        ("one-step", "none"): 2e-3,
+        ("one-step", "error-feedback"): 1e-3,
+    }
+
+
+def test_fast_model_differs_from_the_small_one_in_speed_alone() -> None:
+    fast = config.load("long-small").flags
+    small = config.load("fresh-small").flags
+    changed = {name for name in {*fast, *small} if fast.get(name) != small.get(name)}
+    assert changed == {
+        *("micro-batch-size", "no-create-attention-mask-in-dataloader", "fused-cpu-kernels"),
+        "train-iters",
+    }
+
+
 def test_all_rates_diverged_leaves_the_optimizer_out() -> None:
     study = study_of(**TUNED)
     results = run_all(study, lambda cell: None if cell.variant == "adam" else 1.0)

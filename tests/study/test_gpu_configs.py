@@ -36,7 +36,15 @@ def test_flags_pass_the_checks() -> None:
         [(["--data-path", "data", *cell.words], config.load(name).ranks) for name, cell in cases]
     )
     for (name, cell), args in zip(cases, answers, strict=True):
-        schedule = {"none": "default", "one-step": "pipedream-2bw", "pipedream-16": "pipedream"}
+        schedule = {
+            "none": "default",
+            "one-step": "pipedream-2bw",
+            "half": "fresh-2bw",
+            "pipedream-16": "pipedream",
+        }
+        if cell.delay == "half":
+            microbatches = number(cell, "global-batch-size") / number(cell, "micro-batch-size")
+            assert number(cell, "delayed-microbatches") == microbatches / 2, name
         assert args["pipeline_schedule"] == schedule[cell.delay], name
         assert args["delay_correction"] == cell.correction
         assert args["optimizer"] == cell.optimizer
