@@ -87,12 +87,7 @@ def _record(argv: list[str]) -> "Recorder | None":
     from megatron_async.replay import record
 
     directory = record.directory_in(argv)
-    if directory is None:
-        return None
-    from megatron_async.cpu_backend import one_rank
-
-    one_rank.leave_to_gloo()
-    return record.install(Path(directory))
+    return None if directory is None else record.install(Path(directory))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.cpu_backend import one_rank
 from megatron_async.megatron import releases
 from megatron_async.megatron.replaced import Replacement, apply
 from megatron_async.replay.communication import communication_rows
@@ -48,6 +49,7 @@ def install(directory: Path) -> Recorder:
     Args:
         directory: gets a file for each rank.
     """
+    one_rank.leave_to_gloo()
     recorder = Recorder(
         directory,
         rank=int(os.environ.get("RANK", "0")),
