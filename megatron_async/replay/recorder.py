@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import torch
 
+from megatron_async.cpu_backend import one_rank
 from megatron_async.replay.memory import Memory, Storage
 from megatron_async.replay.trace import (
     Allocate,
@@ -37,7 +38,12 @@ from megatron_async.replay.trace import (
 
 __all__ = ["Recorder"]
 
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_SKIPPED = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    str(Path(one_rank.__file__)),
+    "<",
+)
 """Where functions are defined that are not named as the place of an item."""
 
 
