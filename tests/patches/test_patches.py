@@ -144,6 +144,7 @@ def test_core_tests_with_hooks_off(patched: Mapping[str, str]) -> None:
     """Equality of layouts, deferred updates and resume."""
     tests = ["training/test_equality.py", "training/test_readers.py", "checkpoint/test_session.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "core and not slow"]
     command += [f"tests/{test}" for test in tests]
     done = subprocess.run(
         command, cwd=REPOSITORY, env={**environment(), **patched}, capture_output=True, text=True

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -70,10 +70,22 @@ class Case:
         return self.job, self.like
 
 
-def parameters(cases: Iterable[Case]) -> list[ParameterSet]:
-    """Return the cases as parameters of a test."""
+def parameters(cases: Iterable[Case], *, core: Collection[str] = ()) -> list[ParameterSet]:
+    """Return the cases as parameters of a test.
+
+    Args:
+        cases: the cases.
+        core: names of those that every release of Megatron has to pass.
+    """
     return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+        pytest.param(
+            case,
+            id=case.name,
+            marks=[
+                *([pytest.mark.slow] if case.slow else []),
+                *([pytest.mark.core] if case.name in core else []),
+            ],
+        )
         for case in cases
     ]
 

@@ -28,7 +28,7 @@ from tests.support.gpt import ASYNC, Value
 from tests.support.late_gathers import Seen, prelude, read
 from tests.support.steps import Outcome, Step, run_steps
 
-pytestmark = [pytest.mark.core, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 SHARDED: Mapping[str, Value] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
 GATHERED: Mapping[str, Value] = {"overlap_param_gather": True}
@@ -128,7 +128,9 @@ SLOW_RUNS = [
 def parameters(select: Callable[[Run], bool] = lambda run: True) -> list[ParameterSet]:
     """Return the runs as parameters of a test."""
     return [
-        pytest.param(run, id=run.name, marks=[pytest.mark.slow] if run in SLOW_RUNS else [])
+        pytest.param(
+            run, id=run.name, marks=pytest.mark.slow if run in SLOW_RUNS else pytest.mark.core
+        )
         for run in (*RUNS, *SLOW_RUNS)
         if select(run)
     ]
@@ -312,6 +314,7 @@ def test_the_version_between_two_iterations_is_there(stages: int, ahead: bool) -
                 check_between(schedule, pipeline, microbatches=microbatches)
 
 
+@pytest.mark.core
 def test_a_single_copy_can_be_read_while_microbatches_are_in_flight(tmp_path: Path) -> None:
     """An update that is completed early leaves no version that their backwards are meant for."""
     flags: dict[str, Value] = {**COMMON, **PACI, **STAGES_2, "ckpt_format": "torch"}
