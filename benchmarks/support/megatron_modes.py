@@ -127,8 +127,11 @@ class MegatronMode:
         return simulate(lists, costs, rendezvous=self.chunks == 1).iteration_time
 
     def mean_delay(self, pace: Pace) -> float:
-        rule = self.schedule.rule(self.pipeline(pace), pace.microbatches)
-        return rule.mean_delay(_SETTLED, pace.microbatches, 0)
+        pipeline = self.pipeline(pace)
+        rule = self.schedule.rule(pipeline, pace.microbatches)
+        # With PACI the stages differ.
+        late = [rule.mean_delay(_SETTLED, pace.microbatches, s) for s in range(pipeline.stages)]
+        return sum(late) / pipeline.stages
 
 
 MODES = {

@@ -130,7 +130,16 @@ def _problems(pipeline: Pipeline, microbatches: int) -> list[Problem]:
 
 
 def _notes(pipeline: Pipeline, microbatches: int) -> list[str]:
-    return delayed_notes(as_emulated(pipeline), microbatches)
+    whole = as_emulated(pipeline)
+
+    def delay(c: int) -> float:
+        ahead = [
+            warmup_microbatches(whole.stages, stage) + extra_ahead(whole, stage)
+            for stage in range(whole.stages)
+        ]
+        return (2 * c - sum(ahead) / whole.stages) / (2 * microbatches)
+
+    return delayed_notes(whole, microbatches, delay=delay)
 
 
 def _least_microbatches(pipeline: Pipeline) -> int:

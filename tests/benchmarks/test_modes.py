@@ -57,8 +57,8 @@ def test_delays() -> None:
     assert delays["1f1b"] == delays["torch-zbv"] == 0
     assert delays["2bw"] == 1
     assert delays["fresh-2bw"] == pytest.approx(3 / 12)
-    # Forwards of 3 microbatches, and no backward, on the first stage.
-    assert delays["paci"] == pytest.approx(3 / 24)
+    # Forwards of 3 microbatches on each stage; backwards of none on the first, of 3 on the last.
+    assert delays["paci"] == pytest.approx((4 * 3 + (0 + 1 + 2 + 3)) / 4 / 24)
 
 
 @pytest.mark.parametrize("microbatches", [4, 8])
