@@ -58,10 +58,10 @@ def test_delay_and_copies() -> None:
     # Of 12 microbatches 3 are forwarded on old weights; 0, 1, 2, 3 of them run backward there.
     for stage, backward in enumerate((0, 1, 2, 3)):
         assert rule.mean_delay(5, 12, stage) == pytest.approx((3 + backward) / 24)
+        assert rule.staleness(stage) == pytest.approx((3 + backward) / 24)
     # (3 + 4 + 5 + 6) / 24, over four stages.
     (note,) = PACI.notes(pipeline, 12)
     assert note.endswith("a mean delay of 0.188 of an update")
-        assert rule.staleness(stage) == pytest.approx((3 + backward) / 24)
 
 
 @pytest.mark.parametrize("stages", range(1, 8))
