@@ -20,7 +20,6 @@ from support.pace import Pace
 __all__ = ["MODES", "MegatronMode"]
 
 _LAYERS_A_STAGE = 2  # the same model for all modes
-_SETTLED = 5  # the first batches run on weights that are less old than those of later ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +128,7 @@ class MegatronMode:
     def mean_delay(self, pace: Pace) -> float:
         pipeline = self.pipeline(pace)
         rule = self.schedule.rule(pipeline, pace.microbatches)
-        # With PACI the stages differ.
-        late = [rule.mean_delay(_SETTLED, pace.microbatches, s) for s in range(pipeline.stages)]
-        return sum(late) / pipeline.stages
+        return rule.mean_staleness(pipeline.stages)
 
 
 MODES = {

@@ -11,7 +11,14 @@ from megatron_async.schedules import SCHEDULES, Schedule
 from megatron_async.schedules.actions import Action
 from megatron_async.schedules.schedule import Pipeline, action_lists, settled_calls
 
-__all__ = ["Candidate", "add_schedule_flags", "candidate", "candidates", "pipeline_of"]
+__all__ = [
+    "Candidate",
+    "add_schedule_flags",
+    "candidate",
+    "candidates",
+    "check_counts",
+    "pipeline_of",
+]
 
 _MOST = 2**17
 """Stages times microbatches above which a simulation takes minutes."""
@@ -99,15 +106,21 @@ def add_schedule_flags(parser: Any) -> None:
         flag.add_to(parser)
 
 
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Raise a ValueError that names the first of these flags whose number is below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least 1, got {getattr(args, name)}")
+
+
 def pipeline_of(candidate: Candidate, args: argparse.Namespace) -> Pipeline:
     """Return the pipeline of a candidate that a command's flags describe.
 
     Raises:
         ValueError: a number that no schedule can run with.
     """
-    for name in ("stages", "microbatches"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, "stages", "microbatches")
     if args.stages * args.microbatches > _MOST:
         raise ValueError(
             f"{args.stages} stages times {args.microbatches} microbatches are too many to "

@@ -17,6 +17,7 @@ from megatron_async.planning.candidates import (
     Candidate,
     add_schedule_flags,
     candidates,
+    check_counts,
     pipeline_of,
 )
 from megatron_async.planning.check import check
@@ -33,7 +34,7 @@ from megatron_async.planning.tables import print_table
 from megatron_async.planning.times import forward_flops
 from megatron_async.schedules import RECOMMENDED as RECOMMENDED_SCHEDULE
 from megatron_async.schedules.one_f_one_b import ONE_F_ONE_B
-from megatron_async.schedules.schedule import Pipeline, VersionRule
+from megatron_async.schedules.schedule import Pipeline
 from megatron_async.schedules.simulator import Costs, simulate
 
 __all__ = ["Prediction", "main", "predict"]
@@ -85,14 +86,8 @@ def predict(
         idle=sum(run.idle_shares) / pipeline.stages,
         in_flight=tuple(peak_in_flight(actions) for actions in lists),
         versions=tuple(rule.kept(stage) for stage in range(pipeline.stages)),
-        delay=_mean_delay(rule, microbatches, pipeline.stages),
+        delay=rule.mean_staleness(pipeline.stages),
     )
-
-
-def _mean_delay(rule: VersionRule, microbatches: int, stages: int) -> float:
-    # The first batches run on weights that are less old; with PipeDream the first p do.
-    settled = 2 * stages + 2
-    return sum(rule.mean_delay(settled, microbatches, s) for s in range(stages)) / stages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,11 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        for name in ("stages", "microbatches", "micro_batch_size", "data_parallel",
-                     "tensor_parallel", "expert_parallel", "chunks"):  # fmt: skip
-            if getattr(args, name) < 1:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} must be at least 1, got {getattr(args, name)}")
+        check_counts(args, "stages", "microbatches", "micro_batch_size", "data_parallel")
+        check_counts(args, "tensor_parallel", "expert_parallel", "chunks")
         if args.forward_ms is not None and min(args.forward_ms) <= 0:
             raise ValueError("--forward-ms must be positive")
         shape, layout = _model(args)

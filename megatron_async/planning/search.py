@@ -28,8 +28,6 @@ from megatron_async.schedules.simulator import Costs, simulate
 
 __all__ = ["Choice", "Cluster", "Sizes", "layouts", "search"]
 
-_SETTLED = 5
-"""The first batches run on weights that are less old than those of later ones."""
 _SYNCHRONOUS_CALLS = 4
 """All iterations of a synchronous schedule are equal; a steady state needs so many."""
 
@@ -270,7 +268,7 @@ def _with_schedules(
             costs=_costs(shape, layout, storage, rates, own, micro),
             bound=bound,
             memory=max(room.taken(stage, count) for stage, count in enumerate(layers)),
-            delay=sum(rule.mean_delay(_SETTLED, microbatches, s) for s in range(stages)) / stages,
+            delay=rule.mean_staleness(stages),
             chunks=used,
             time=bound,
         )

@@ -16,6 +16,7 @@ from megatron_async.planning.candidates import (
     add_schedule_flags,
     candidate,
     candidates,
+    check_counts,
     pipeline_of,
 )
 from megatron_async.planning.replayed import replayed_slices
@@ -62,12 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not min(args.forward_ms, args.backward_ms) > 0:
             raise ValueError("--forward-ms and --backward-ms must be positive")
-        if args.stages < 1:
-            raise ValueError(f"--stages must be at least 1, got {args.stages}")
         if args.png is not None and args.png.suffix not in (".png", ".pdf", ".svg"):
             raise ValueError(f"--png: {args.png} ends in none of .png, .pdf and .svg")
-        if args.iterations < 1:
-            raise ValueError(f"--iterations must be at least 1, got {args.iterations}")
+        check_counts(args, "stages", "iterations")
         for each in drawn:
             pipeline = pipeline_of(each, args)
             settled = settled_calls(each.schedule, pipeline, args.microbatches)

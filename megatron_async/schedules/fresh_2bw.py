@@ -16,8 +16,6 @@ another boundary. A fork of Megatron for AMDP (arXiv 2605.29664) runs forwards o
 of each stage and calls that 2BW.
 """
 
-from collections.abc import Callable
-
 from megatron_async.registry import Flag
 from megatron_async.schedules.actions import Action
 from megatron_async.schedules.schedule import Call, Pipeline, Problem, Schedule, VersionRule
@@ -95,14 +93,14 @@ def delayed_problems(pipeline: Pipeline, microbatches: int) -> list[Problem]:
 
 
 def delayed_notes(
-    pipeline: Pipeline, microbatches: int, *, delay: Callable[[int], float] | None = None
+    pipeline: Pipeline, microbatches: int, *, delay: float | None = None
 ) -> list[str]:
     """Say how many microbatches are delayed, and why, for a batch of m.
 
     Args:
         pipeline: of which there are stages.
         microbatches: m.
-        delay: the mean delay in updates, from c, if it is not c/m.
+        delay: the mean delay in updates, if it is not c/m.
     """
     c = delayed_microbatches(pipeline, microbatches)
     value = pipeline.value(DELAYED_MICROBATCHES)
@@ -111,7 +109,7 @@ def delayed_notes(
         why = _reasons(pipeline, slack=max(c - fewest_delayed(pipeline), 0))
     else:
         why = f"{DELAYED_MICROBATCHES.name} {value}"
-    late = c / microbatches if delay is None else delay(c)
+    late = c / microbatches if delay is None else delay
     note = (
         f"{c} of {microbatches} microbatches of a batch run on the weights before the newest "
         f"({why}): a mean delay of {late:.3g} of an update"

@@ -132,13 +132,7 @@ def _problems(pipeline: Pipeline, microbatches: int) -> list[Problem]:
 def _notes(pipeline: Pipeline, microbatches: int) -> list[str]:
     whole = as_emulated(pipeline)
 
-    def delay(c: int) -> float:
-        ahead = [
-            warmup_microbatches(whole.stages, stage) + extra_ahead(whole, stage)
-            for stage in range(whole.stages)
-        ]
-        return (2 * c - sum(ahead) / whole.stages) / (2 * microbatches)
-
+    delay = _rule(whole, microbatches).mean_staleness(whole.stages)
     return delayed_notes(whole, microbatches, delay=delay)
 
 

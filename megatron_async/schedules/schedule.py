@@ -145,6 +145,10 @@ class VersionRule:
         )
         return sum(late) / (2 * microbatches)
 
+    def mean_staleness(self, stages: int) -> float:
+        """The mean of :attr:`staleness` over the stages."""
+        return sum(self.staleness(stage) for stage in range(stages)) / stages
+
 
 def fixed_delay(delay: Callable[[int], int]) -> VersionRule:
     """Return the rule of a schedule whose stage s uses version max(k - delay(s), 0) for all of

@@ -15,8 +15,8 @@ from typing import Any
 from megatron_async.study import runner
 from megatron_async.study.analysis import Group, analyse
 from megatron_async.study.config import NONE, ConfigError, load
-from megatron_async.study.plots import panels
-from megatron_async.study.report import markdown_table, with_error
+from megatron_async.study.plots import draw_estimates, mark_places, panels
+from megatron_async.study.report import MEASURES, markdown_table, measured, with_error
 
 __all__ = ["Series", "read", "write"]
 
@@ -129,21 +129,16 @@ def _cell(group: Group | None) -> str:
 
 
 def _write_csv(flag: str, series: Sequence[Series], path: Path) -> None:
-    measures = ("loss", "gap", "recovery")
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         head = ("optimizer", "delay", "correction", flag, "learning_rate", "seeds")
-        writer.writerow([*head, *(f"{one}{end}" for one in measures for end in ("", "_se"))])
+        writer.writerow([*head, *MEASURES])
         for one in series:
             for value, group in one.groups.items():
                 cell = group.cell
                 row: list[object] = [one.variant, cell.delay, cell.correction, f"{value:g}"]
                 row += [f"{cell.learning_rate:g}", len(group.losses)]
-                for estimate in (group.loss, group.gap, group.recovery):
-                    row.append("" if estimate is None else f"{estimate.value:.6g}")
-                    error = None if estimate is None else estimate.error
-                    row.append("" if error is None else f"{error:.6g}")
-                writer.writerow(row)
+                writer.writerow([*row, *measured(group)])
 
 
 def _figure(flag: str, series: Sequence[Series]) -> Any:
@@ -163,21 +158,15 @@ def _figure(flag: str, series: Sequence[Series]) -> Any:
             if one.variant != variant:
                 continue
             corrected = any(group.cell.correction != NONE for group in one.groups.values())
-            axes.errorbar(
-                list(gaps),
-                [gap.value for gap in gaps.values()],
-                yerr=[gap.error or 0.0 for gap in gaps.values()],
+            draw_estimates(
+                axes,
+                list(gaps.items()),
                 color=f"C{modes.index(one.mode)}",
                 linestyle="--" if corrected else "-",
-                marker="o",
-                markersize=3,
-                capsize=2,
                 label=one.mode,
             )
-        places = sorted({value for one, gaps in lines if one.variant == variant for value in gaps})
-        axes.set_xscale("log")
-        axes.set_xticks(places, [f"{place:g}" for place in places])
-        axes.minorticks_off()
+        places = {value for one, gaps in lines if one.variant == variant for value in gaps}
+        mark_places(axes, places, scale="log")
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_title(variant, fontsize=9)
         axes.set_xlabel(flag)

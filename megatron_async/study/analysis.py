@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_async.study.cells import Cell, Choice, choose, plan, tuned_modes
-from megatron_async.study.config import NONE, Mode, Study, Variant
+from megatron_async.study.config import NONE, Mode, Study
 from megatron_async.study.delay_shares import delay_shares
 from megatron_async.study.results import DIVERGED, CellResult
 
@@ -158,16 +158,15 @@ def analyse(
     Runs that only chose a learning rate make no group.
     """
     choices = {
-        _choice_name(variant, mode): choose(study, variant, results, identity=identity, mode=mode)
+        _choice_name(variant.name, mode): choose(
+            study, variant, results, identity=identity, mode=mode
+        )
         for variant in study.variants
         for mode in tuned_modes(study, variant)
     }
     cells: dict[tuple[str, str, str, float], list[Cell]] = {}
     for cell in plan(study, results, identity=identity):
-        name = cell.variant
-        if study.tuned_per_mode:
-            name += f", {_mode_name(cell.delay, cell.correction)}"
-        choice = choices[name]
+        choice = choices[_choice_name(cell.variant, cell if study.tuned_per_mode else None)]
         chosen = None if choice is None else choice.learning_rate
         if cell.seed not in study.seeds or (
             study.tuning_seed is not None and cell.learning_rate != chosen
@@ -201,10 +200,8 @@ type _Key = tuple[tuple[str, float | None], str, str]
 """Row, delay and correction."""
 
 
-def _choice_name(variant: Variant, mode: Mode | None) -> str:
-    if mode is None:
-        return variant.name
-    return f"{variant.name}, {_mode_name(mode.delay, mode.correction)}"
+def _choice_name(variant: str, of: Mode | Cell | None) -> str:
+    return variant if of is None else f"{variant}, {_mode_name(of.delay, of.correction)}"
 
 
 def _group(

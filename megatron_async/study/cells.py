@@ -104,31 +104,39 @@ def plan(study: Study, results: Mapping[str, CellResult], *, identity: Sequence[
         identity: see :class:`Cell`.
     """
     cells: dict[str, Cell] = {}
-    tuning = study.tuning_seed is not None
-    if tuning:
+    if study.tuning_seed is not None:
         for variant in study.variants:
             for mode in tuned_modes(study, variant):
                 for cell in tuning_cells(study, variant, identity=identity, mode=mode):
                     cells.setdefault(cell.name, cell)
+    # A choice is the same for all seeds.
+    runs = [
+        (variant, mode, rates)
+        for variant in study.variants
+        for mode, rates in _rates(study, variant, results, identity=identity)
+    ]
     # Seed by seed, so that a study that is stopped early still compares all there is.
     for seed in study.seeds:
-        for variant in study.variants:
-            for mode in modes_of(study, variant):
-                rates: Sequence[float] = variant.learning_rates
-                if tuning:
-                    choice = choose(
-                        study,
-                        variant,
-                        results,
-                        identity=identity,
-                        mode=mode if study.tuned_per_mode else None,
-                    )
-                    chosen = None if choice is None else choice.learning_rate
-                    rates = () if chosen is None else (chosen,)
-                for rate in rates:
-                    cell = _cell(study, variant, mode, rate=rate, seed=seed, identity=identity)
-                    cells.setdefault(cell.name, cell)
+        for variant, run_mode, rates in runs:
+            for rate in rates:
+                cell = _cell(study, variant, run_mode, rate=rate, seed=seed, identity=identity)
+                cells.setdefault(cell.name, cell)
     return list(cells.values())
+
+
+def _rates(
+    study: Study, variant: Variant, results: Mapping[str, CellResult], *, identity: Sequence[str]
+) -> list[tuple[Mode, Sequence[float]]]:
+    """An optimizer's modes, each with the learning rates that are known to be needed."""
+    modes = modes_of(study, variant)
+    if study.tuning_seed is None:
+        return [(mode, variant.learning_rates) for mode in modes]
+    chosen: list[Sequence[float]] = []
+    for mode in tuned_modes(study, variant):
+        choice = choose(study, variant, results, identity=identity, mode=mode)
+        rate = None if choice is None else choice.learning_rate
+        chosen.append(() if rate is None else (rate,))
+    return list(zip(modes, chosen if study.tuned_per_mode else chosen * len(modes), strict=True))
 
 
 def tuned_modes(study: Study, variant: Variant) -> Sequence[Mode | None]:

@@ -1,17 +1,18 @@
 """A study's pictures: curves, gaps, recovery, gaps by delay, loss by momentum and learning rate."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_async.study.analysis import Analysis, Estimate, Group
 from megatron_async.study.config import NONE
 
-__all__ = ["panels", "write"]
+__all__ = ["draw_estimates", "mark_places", "panels", "write"]
 
 _POINTS = 60  # a curve's points are means over so many parts of the run, at most
 _PANEL = (4.2, 3.2)  # inches
+_NO_GAP = Estimate(value=0.0, error=None, count=0)
 
 
 def write(analysis: Analysis, directory: Path) -> list[Path]:
@@ -46,6 +47,32 @@ def panels(count: int) -> tuple[Any, list[Any]]:
     figure = _new_figure(columns * _PANEL[0], rows * _PANEL[1])
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
     return figure, axes
+
+
+def draw_estimates(axes: Any, points: Sequence[tuple[float, Estimate]], **style: Any) -> None:
+    """A line through estimates, with their standard errors.
+
+    Args:
+        axes: where.
+        points: the places, and what stands there.
+        style: of matplotlib's ``errorbar``: color, label, linestyle.
+    """
+    axes.errorbar(
+        [place for place, _ in points],
+        [estimate.value for _, estimate in points],
+        yerr=[estimate.error or 0.0 for _, estimate in points],
+        marker="o",
+        markersize=3,
+        capsize=2,
+        **style,
+    )
+
+
+def mark_places(axes: Any, places: Collection[float], *, scale: str) -> None:
+    """Have ticks where there are points, and nowhere else."""
+    axes.set_xscale(scale)
+    axes.set_xticks(sorted(places), [f"{place:g}" for place in sorted(places)])
+    axes.minorticks_off()
 
 
 def _title(variant: str, rate: float | None) -> str:
@@ -199,7 +226,7 @@ def _delays(analysis: Analysis) -> Any:
     """
     shares = analysis.delay_shares
     lines: dict[tuple[str, float | None], dict[str, list[tuple[float, Estimate]]]] = {}
-    for group in analysis.groups:
+    for group in sorted(analysis.groups, key=lambda group: shares.get(group.cell.delay, 0.0)):
         if group.gap is not None and group.cell.delay in shares:
             panel = lines.setdefault(group.row, {})
             point = (shares[group.cell.delay], group.gap)
@@ -215,15 +242,10 @@ def _delays(analysis: Analysis) -> Any:
     figure, all_axes = panels(len(lines))
     for axes, ((variant, rate), panel) in zip(all_axes, lines.items(), strict=True):
         for name, points in panel.items():
-            points.sort(key=lambda point: point[0])
-            axes.errorbar(
-                [0.0, *(share for share, _ in points)],
-                [0.0, *(gap.value for _, gap in points)],
-                yerr=[0.0, *(gap.error or 0.0 for _, gap in points)],
+            draw_estimates(
+                axes,
+                [(0.0, _NO_GAP), *points],
                 color=f"C{names.index(name)}",
-                marker="o",
-                markersize=3,
-                capsize=2,
                 label="no correction" if name == NONE else name,
             )
         axes.axhline(0, color="black", linewidth=0.8)
@@ -293,23 +315,17 @@ def _against(
             if name != optimizer:
                 continue
             line.sort(key=at)
-            estimates = [group.loss for group in line if group.loss is not None]
-            axes.errorbar(
-                [at(group) for group in line],
-                [estimate.value for estimate in estimates],
-                yerr=[estimate.error or 0.0 for estimate in estimates],
+            draw_estimates(
+                axes,
+                [(at(group), group.loss) for group in line if group.loss is not None],
                 color=colors[mode],
-                marker="o",
-                markersize=3,
-                capsize=2,
                 label=mode if len(keys) == 1 else f"{mode}, {one:g}",
             )
-        axes.set_xscale(scale)
-        places = sorted(
-            {at(one) for each, line in lines.items() if each[0] == optimizer for one in line}
+        mark_places(
+            axes,
+            {at(one) for each, line in lines.items() if each[0] == optimizer for one in line},
+            scale=scale,
         )
-        axes.set_xticks(places, [f"{place:g}" for place in places])
-        axes.minorticks_off()
         axes.set_title(optimizer, fontsize=9)
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)

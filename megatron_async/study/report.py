@@ -3,15 +3,18 @@
 import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 from megatron_async.study import plots
 from megatron_async.study.analysis import Analysis, Estimate, Group
 from megatron_async.study.config import Study
 from megatron_async.study.results import CellResult
 
-__all__ = ["main_table", "markdown_table", "with_error", "write"]
+__all__ = ["MEASURES", "main_table", "markdown_table", "measured", "with_error", "write"]
 
 _DASH = "–"
+MEASURES: Final = ("loss", "loss_se", "gap", "gap_se", "recovery", "recovery_se")
+"""Columns of CSV files."""
 
 
 def write(study: Study, analysis: Analysis, directory: Path) -> list[Path]:
@@ -199,10 +202,9 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _write_summary(analysis: Analysis, path: Path) -> None:
     head = ("optimizer", "momentum", "delay", "correction", "learning_rate", "seeds", "diverged")
-    measures = ("loss", "gap", "recovery")
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([*head, *(f"{one}{end}" for one in measures for end in ("", "_se"))])
+        writer.writerow([*head, *MEASURES])
         for group in analysis.groups:
             cell = group.cell
             row: list[object] = [
@@ -211,10 +213,16 @@ def _write_summary(analysis: Analysis, path: Path) -> None:
             ]
             row += [cell.delay, cell.correction, f"{cell.learning_rate:g}"]
             row += [len(group.losses), group.diverged]
-            for one in (group.loss, group.gap, group.recovery):
-                row.append("" if one is None else f"{one.value:.6g}")
-                row.append("" if one is None or one.error is None else f"{one.error:.6g}")
-            writer.writerow(row)
+            writer.writerow([*row, *measured(group)])
+
+
+def measured(group: Group) -> list[str]:
+    """A group's numbers for the columns :data:`MEASURES`."""
+    row = []
+    for one in (group.loss, group.gap, group.recovery):
+        row.append("" if one is None else f"{one.value:.6g}")
+        row.append("" if one is None or one.error is None else f"{one.error:.6g}")
+    return row
 
 
 def _write_cells(analysis: Analysis, path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async.planning import plan
-from megatron_async.planning.candidates import candidate, candidates
+from megatron_async.planning.candidates import Candidate, candidate, candidates
 from megatron_async.planning.plan import predict
 from megatron_async.planning.times import forward_flops
 from megatron_async.schedules.simulator import Costs
@@ -152,3 +152,15 @@ def test_plan_refuses(flags: str, message: str, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="2"):
         plan.main(flags.split())
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 9])
+@pytest.mark.parametrize("each", candidates(), ids=lambda each: each.name)
+def test_the_delay_that_is_shown_is_that_of_a_settled_batch(each: Candidate, stages: int) -> None:
+    flags = {"delayed_microbatches": "fewest", "emulate_pipeline_stages": None}
+    pipeline = each.pipeline(stages=stages, chunks=2, flags=flags)
+    rule = each.schedule.rule(pipeline, 18)
+    # With PipeDream the first p batches run on weights that are less old.
+    late = [rule.mean_delay(2 * stages + 2, 18, stage) for stage in range(stages)]
+    assert [rule.staleness(stage) for stage in range(stages)] == pytest.approx(late)
+    assert rule.mean_staleness(stages) == pytest.approx(sum(late) / stages)

@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,16 +42,19 @@ def test_every_command_has_a_module(name: str) -> None:
     assert importlib.util.find_spec(cli.COMMANDS[name][0]) is not None
 
 
+def put_in_place(monkeypatch: pytest.MonkeyPatch, main: Callable[[list[str]], int]) -> None:
+    """Have every command run ``main``."""
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(main=main))
+
+
 def test_dispatch_passes_the_rest_and_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
-    class Module:
-        @staticmethod
-        def main(argv: list[str]) -> int:
-            seen.append(argv)
-            return 7
+    def main(argv: list[str]) -> int:
+        seen.append(argv)
+        return 7
 
-    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
+    put_in_place(monkeypatch, main)
     assert cli.main(["data", "--input", "x"]) == 7
     assert seen == [["--input", "x"]]
 
@@ -57,12 +62,10 @@ def test_dispatch_passes_the_rest_and_the_status(monkeypatch: pytest.MonkeyPatch
 def test_interrupt_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Module:
-        @staticmethod
-        def main(argv: list[str]) -> int:
-            raise KeyboardInterrupt
+    def main(argv: list[str]) -> int:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
+    put_in_place(monkeypatch, main)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err.strip() == "megatron-async demo: interrupted"
 
@@ -70,13 +73,11 @@ def test_interrupt_is_one_line(
 def test_a_file_that_cannot_be_written_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Module:
-        @staticmethod
-        def main(argv: list[str]) -> int:
-            with Path("/nowhere/plan.csv").open("w"):
-                return 0
+    def main(argv: list[str]) -> int:
+        with Path("/nowhere/plan.csv").open("w"):
+            return 0
 
-    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
+    put_in_place(monkeypatch, main)
     assert cli.main(["plan"]) == 2
     shown = capsys.readouterr().err.strip()
     assert shown == "megatron-async plan: /nowhere/plan.csv: No such file or directory"
