@@ -17,7 +17,7 @@ from megatron_async.tools.job import Job, JobError
 
 __all__ = ["Bench", "RunFailed"]
 
-_TAIL = 25  # lines
+_TAIL = 50  # lines: the tracebacks of two ranks
 # What torchrun says of failed ranks when all have ended.
 _SUMMARY = re.compile(r"^E\d{4} .*failed \(exitcode: ")
 

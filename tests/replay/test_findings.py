@@ -220,6 +220,11 @@ def test_every_stage_reduces_bucket_by_bucket(recorded: list[Trace]) -> None:
 # ------------------------------------------------------------------------- the device's memory
 
 
+BLOCK = 512
+"""Bytes: sizes are rounded up to a multiple of it (kMinBlockSize, c10/core/AllocatorConfig.h),
+so that a few bytes more at a time, as a log line may have under way, fit into what is there."""
+
+
 def asked_for(of: Sequence[Trace]) -> set[int]:
     """The iterations in which the allocator has no freed block of the wanted size, and so asks the
     device, which waits for all that runs."""
@@ -232,12 +237,13 @@ def asked_for(of: Sequence[Trace]) -> set[int]:
             match item:
                 case Iteration():
                     iteration = item.number
-                case Allocate() if free[item.size]:
-                    free[item.size] -= 1
-                    sizes[item.storage] = item.size
                 case Allocate():
-                    found.add(iteration)
-                    sizes[item.storage] = item.size
+                    size = -(-item.size // BLOCK) * BLOCK
+                    if free[size]:
+                        free[size] -= 1
+                    else:
+                        found.add(iteration)
+                    sizes[item.storage] = size
                 case Free() if item.storage in sizes:
                     free[sizes.pop(item.storage)] += 1
     return found
