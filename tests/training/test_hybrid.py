@@ -1,13 +1,12 @@
 """Hybrid models of attention, MLP and MoE layers: as GPTs, whatever the number of stages."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.gpt import ASYNC, Value
 from tests.support.shared_jobs import Results, job
-from tests.support.steps import Step, assert_continues, loads, run_steps, saves
+from tests.support.steps import Outcome, Step, assert_continues, loads, run_steps, saves
 from tests.training.cases import Case, check_close, parameters
 
 pytestmark = [pytest.mark.core, pytest.mark.timeout(1200)]
@@ -53,24 +52,30 @@ def test_the_delay_changes_what_is_trained(results: Results, _: type) -> None:
     assert results[ONE_STAGE].losses[3:] != results[SYNCHRONOUS].losses[3:]
 
 
-@pytest.mark.parametrize("schedule", ["pipedream-2bw", "fresh-2bw"])
-def test_a_run_goes_on_where_it_was_saved(tmp_path: Path, schedule: str) -> None:
-    flags: dict[str, Value] = {
-        "pipeline_schedule": schedule,
-        "delay_correction": "error-feedback",
-        "num_experts": 4,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.1,
-        "disable_bias_linear": True,
-        "ckpt_format": "torch_dist",
-        **STAGES,
-    }
-    found = run_steps(
-        2,
-        [
-            Step("uninterrupted", {**flags, **saves("checkpoints")}),
-            Step("resumed", {**flags, **loads("checkpoints", 3)}),
-        ],
-        tmp_path,
-    )
-    assert_continues(found["resumed"], found["uninterrupted"], done=3)
+SCHEDULES = ("pipedream-2bw", "fresh-2bw")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    steps = []
+    for schedule in SCHEDULES:
+        flags: dict[str, Value] = {
+            "pipeline_schedule": schedule,
+            "delay_correction": "error-feedback",
+            "num_experts": 4,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.1,
+            "disable_bias_linear": True,
+            "ckpt_format": "torch_dist",
+            **STAGES,
+        }
+        steps += [
+            Step(f"{schedule} uninterrupted", {**flags, **saves(schedule)}),
+            Step(f"{schedule} resumed", {**flags, **loads(schedule, 3)}),
+        ]
+    return run_steps(2, steps, tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_goes_on_where_it_was_saved(saved: dict[str, Outcome], schedule: str) -> None:
+    assert_continues(saved[f"{schedule} resumed"], saved[f"{schedule} uninterrupted"], done=3)
