@@ -11,6 +11,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.training import checkpointing as megatron_checkpointing
 from megatron.training import get_args
@@ -70,6 +71,8 @@ def save_directory(args: argparse.Namespace, *, non_persistent: bool) -> str:
     """Where Megatron saves, as in its ``save_checkpoint``."""
     if not non_persistent:
         return str(args.save)
+    if args.non_persistent_ckpt_type == "local":
+        return str(Path(args.non_persistent_local_ckpt_dir) / str(torch.distributed.get_rank()))
     subdirectory = saves.non_persistent_subdirectory()
     return str(args.non_persistent_global_ckpt_dir or Path(args.save) / subdirectory)
 
@@ -109,6 +112,9 @@ def write_errors(directory: str | None = None, iteration: int = -1) -> Iterator[
 
 
 def _what_is_whole(directory: str, iteration: int) -> str:
+    local = sorted(Path(directory).glob("iter_*_local.pt"))
+    if local:
+        return f"This rank's part of that of iteration {int(local[-1].name.split('_')[1])} is whole"
     try:
         tracker = megatron_checkpointing.get_checkpoint_tracker_filename(directory)
         tracked = int(Path(tracker).read_text())
@@ -146,6 +152,13 @@ def read_errors(
         "It may be truncated, or of another model, optimizer or program. An older one can be "
         "resumed from with --ckpt-step ITERATION; --no-load-optim takes the weights alone."
     )
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        local = args.non_persistent_local_ckpt_dir
+        place = f"{place}, or the local one in {local},"
+        remedy = (
+            f"A local one may be of another number of ranks or layout: without {local} on all "
+            f"nodes the run resumes from --load. {remedy.partition(' An older')[0]}"
+        )
     try:
         yield
     except SystemExit:

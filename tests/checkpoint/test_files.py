@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.torchrun import run_python
@@ -33,14 +34,32 @@ def test_what_is_whole_behind_a_failed_save(tmp_path: Path, tracked: str | None,
         raise OSError("no space")
 
 
-def test_where_a_checkpoint_that_is_replaced_by_the_next_one_is_saved() -> None:
+def test_of_local_checkpoints_the_latest_whole_one_is_named(tmp_path: Path) -> None:
+    from megatron_async.checkpoint.files import write_errors
+
+    for name in ("iter_0000006_1_local.pt", "iter_0000009_1_local.dirty.pt"):
+        (tmp_path / name).touch()
+    expected = r": no space\. This rank's part of that of iteration 6 is whole\.$"
+    with pytest.raises(RuntimeError, match=expected), write_errors(str(tmp_path), 9):
+        raise OSError("no space")
+
+
+def test_where_a_checkpoint_that_is_replaced_by_the_next_one_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from megatron_async.checkpoint.files import save_directory
 
-    args = argparse.Namespace(save="/here", non_persistent_global_ckpt_dir=None)
+    args = argparse.Namespace(
+        save="/here", non_persistent_ckpt_type="global", non_persistent_global_ckpt_dir=None
+    )
     assert save_directory(args, non_persistent=False) == "/here"
     assert save_directory(args, non_persistent=True) == "/here/non_persistent"
     args.non_persistent_global_ckpt_dir = "/there"
     assert save_directory(args, non_persistent=True) == "/there"
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    args.non_persistent_ckpt_type, args.non_persistent_local_ckpt_dir = "local", "/disk"
+    assert save_directory(args, non_persistent=False) == "/here"
+    assert save_directory(args, non_persistent=True) == "/disk/3"
 
 
 def _failure(error: Exception) -> tuple[Exception, traceback.StackSummary]:
@@ -88,6 +107,18 @@ def test_what_is_said_of_a_checkpoint_that_cannot_be_read(
         read_errors(str(tmp_path), args, files_read=files_read),
     ):
         raise error
+
+
+def test_it_may_be_a_local_one_that_cannot_be_read(tmp_path: Path) -> None:
+    """Whose older ones are gone: --ckpt-step does not help."""
+    from megatron_async.checkpoint.files import read_errors
+
+    args = argparse.Namespace(
+        non_persistent_ckpt_type="local", non_persistent_local_ckpt_dir="/disk"
+    )
+    expected = r", or the local one in /disk, cannot be read: bad file\. (?!.*--ckpt-step)"
+    with pytest.raises(RuntimeError, match=expected), read_errors(str(tmp_path), args):
+        raise ValueError("bad file")
 
 
 def test_a_missing_checkpoint_may_end_a_run(tmp_path: Path) -> None:

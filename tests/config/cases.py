@@ -92,6 +92,7 @@ FRESH = ["--pipeline-schedule", "fresh-2bw"]
 PIPEDREAM = ["--pipeline-schedule", "pipedream"]
 ONE_STAGE = ["--pipeline-model-parallel-size", "1"]
 EMULATED = ["--emulate-pipeline-stages", "4"]
+LOCAL = ["--non-persistent-ckpt-type", "local"]
 
 # rule -> (arguments added to an asynchronous run, attributes that validate_args or a script sets).
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -371,7 +372,15 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "save_params_interval": (["--save-params-interval", "5"], {}),
     "moe_routing_trace_path": ([*MOE, "--moe-routing-trace-path", "trace"], {}),
     "logits_save_dir": (["--logits-save-dir", "logits"], {}),
-    "local_checkpoints": (["--non-persistent-ckpt-type", "local"], {}),
+    "local_checkpoints_format": ([*LOCAL, "--ckpt-format", "torch"], {}),
+    "local_checkpoints_reshardable": (
+        [
+            *(*LOCAL, "--optimizer", "adam", "--use-distributed-optimizer"),
+            "--dist-ckpt-optim-fully-reshardable",
+        ],
+        {},
+    ),
+    "local_checkpoints_step": ([*LOCAL, "--ckpt-step", "3"], {}),
     "cached_handles": (
         [
             "--async-save",

@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
-from megatron_async.config.validation import ArgumentError, Rule, check
+from megatron_async.config.validation import ArgumentError, Rule, assertions, check
 from megatron_async.config.validation.assertions import RULES
-from tests.config.cases import ASYNC, DEFAULTS, FACTS, PLAIN, parse
+from tests.config.cases import ASYNC, DEFAULTS, FACTS, LOCAL, PLAIN, parse
 
 CASES: dict[str, list[str]] = {
     "undivided_layers": ["--num-layers", "6"],
@@ -25,6 +25,9 @@ CASES: dict[str, list[str]] = {
     "overlap_param_gather_with_optimizer_step_without_interleaving": [
         "--overlap-param-gather-with-optimizer-step"
     ],
+    "local_checkpoints_extension": [*LOCAL, "--non-persistent-local-ckpt-dir", "/disk"],
+    "local_checkpoints_directory": LOCAL,
+    "local_checkpoints_replication": ["--replication"],
 }
 
 
@@ -42,8 +45,10 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_rule_is_the_only_one_to_fire_and_says_what_to_change(
-    parser: argparse.ArgumentParser, rule: Rule
+    parser: argparse.ArgumentParser, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    installed = rule.name != "local_checkpoints_extension"
+    monkeypatch.setattr(assertions, "_has_resiliency_extension", lambda: installed)
     args = parse(parser, [*PLAIN, *ASYNC, *CASES[rule.name]])
     (message,) = problems(args)
     assert message.startswith(f"{rule.flag}: ")
@@ -55,7 +60,11 @@ def test_rule_is_the_only_one_to_fire_and_says_what_to_change(
 @pytest.mark.parametrize(
     "name",
     # The others end it later, where the model or the data is built.
-    ["save_interval", "overlap_param_gather_with_optimizer_step_without_interleaving"],
+    [
+        "save_interval",
+        "overlap_param_gather_with_optimizer_step_without_interleaving",
+        "local_checkpoints_replication",
+    ],
 )
 def test_megatron_says_less(parser: argparse.ArgumentParser, name: str) -> None:
     from megatron.training.arguments import validate_args

@@ -9,6 +9,7 @@ megatron/core/transformer/transformer_block.py, ``build_train_valid_test_data_lo
 megatron/core/optimizer_param_scheduler.py.
 """
 
+import importlib.util
 import itertools
 from collections.abc import Callable
 from typing import Any, Final
@@ -143,6 +144,14 @@ def _is_interleaved(subject: Subject) -> bool:
     return any(subject.get(name) is not None for name in _VIRTUAL) or stages > subject.stages
 
 
+def _saves_locally(subject: Subject) -> bool:
+    return bool(subject.get("non_persistent_ckpt_type") == "local")
+
+
+def _has_resiliency_extension() -> bool:
+    return importlib.util.find_spec("nvidia_resiliency_ext") is not None
+
+
 RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--num-layers",
@@ -235,5 +244,34 @@ RULES: Final[tuple[Rule, ...]] = (
             scope=Scope.ALWAYS,
         )
         for flag, dest in _OF_INTERLEAVED
+    ),
+    rule(
+        "--non-persistent-ckpt-type",
+        "nvidia-resiliency-ext, which writes and reads local checkpoints, is not installed",
+        "Install it (the extra `local` of megatron-async), or use global.",
+        when=lambda s: _saves_locally(s) and not _has_resiliency_extension(),
+        name="local_checkpoints_extension",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--non-persistent-ckpt-type",
+        "Megatron wants to know where to put local checkpoints",
+        "Give a --non-persistent-local-ckpt-dir on a disk of each node.",
+        when=lambda s: _saves_locally(s) and s.get("non_persistent_local_ckpt_dir") is None,
+        name="local_checkpoints_directory",
+        scope=Scope.ALWAYS,
+    ),
+    rule(
+        "--replication",
+        "it copies local checkpoints, and needs --replication-jump: how many ranks lie between "
+        "one and that which has its copy",
+        "Give --non-persistent-ckpt-type local and a --replication-jump, such as the ranks of a "
+        "node, or drop it.",
+        when=lambda s: (
+            bool(s.get("replication"))
+            and not (_saves_locally(s) and s.get("replication_jump") is not None)
+        ),
+        name="local_checkpoints_replication",
+        scope=Scope.ALWAYS,
     ),
 )

@@ -27,6 +27,10 @@ def _predicts_early(subject: Subject) -> bool:
     )
 
 
+def _saves_locally(subject: Subject) -> bool:
+    return bool(subject.get("non_persistent_ckpt_type") == "local")
+
+
 _OPTIMIZER = (
     rule(
         "--use-precision-aware-optimizer",
@@ -245,12 +249,28 @@ _LOOP = (
         "Use the default schedule.",
     ),
     rule(
-        "--non-persistent-ckpt-type",
-        "nvidia-resiliency-ext writes and reads local checkpoints, and an exact resume from one "
-        "was not tried",
-        "Use global.",
-        when=lambda s: s.get("non_persistent_ckpt_type") == "local",
-        name="local_checkpoints",
+        "--ckpt-format",
+        "local checkpoints are made of the state that a torch_dist checkpoint holds",
+        "Use torch_dist.",
+        when=lambda s: _saves_locally(s) and s.get("ckpt_format") != "torch_dist",
+        name="local_checkpoints_format",
+    ),
+    rule(
+        "--dist-ckpt-optim-fully-reshardable",
+        "Megatron cannot put that form of the optimizer's state into a local checkpoint",
+        when=lambda s: (
+            _saves_locally(s)
+            and bool(s.get("use_distributed_optimizer"))
+            and bool(s.get("dist_ckpt_optim_fully_reshardable"))
+        ),
+        name="local_checkpoints_reshardable",
+    ),
+    rule(
+        "--ckpt-step",
+        "Megatron would load a later local checkpoint instead",
+        "Drop it, or --non-persistent-ckpt-type.",
+        when=lambda s: _saves_locally(s) and bool(s.get("ckpt_step")),
+        name="local_checkpoints_step",
     ),
     rule(
         "--ckpt-assume-constant-structure",
