@@ -27,13 +27,11 @@ FOUR_RANKS: Mapping[str, Flags] = {
     "distributed": DISTRIBUTED,
     "atomic": DISTRIBUTED,
     "replicated": DISTRIBUTED,
-    "background": DISTRIBUTED,
 }
 # What is meant for local checkpoints alone.
 FURTHER: Mapping[str, Flags] = {
     "atomic": {"non_persistent_local_ckpt_algo": "atomic"},
     "replicated": {"replication": True, "replication_jump": 2},
-    "background": {"async_save": True, "use_persistent_ckpt_worker": True},
 }
 # A node has lost its disk: rank 1 has what rank 3 wrote.
 LOST = """

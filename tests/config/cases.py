@@ -381,6 +381,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {},
     ),
     "local_checkpoints_step": ([*LOCAL, "--ckpt-step", "3"], {}),
+    "local_checkpoints_background": (
+        [*LOCAL, "--async-save", "--use-persistent-ckpt-worker"],
+        {},
+    ),
     "cached_handles": (
         [
             "--async-save",

@@ -273,6 +273,14 @@ _LOOP = (
         name="local_checkpoints_step",
     ),
     rule(
+        "--async-save",
+        "on CPU ranks no local checkpoint was written in the background, and it was not tried on "
+        "GPUs",
+        "Drop it, or use --non-persistent-ckpt-type global.",
+        when=lambda s: _saves_locally(s) and bool(s.get("async_save")),
+        name="local_checkpoints_background",
+    ),
+    rule(
         "--ckpt-assume-constant-structure",
         "what a checkpoint holds changes when the asynchronous part of the run begins",
         "Drop it, or --async-start-iteration.",
