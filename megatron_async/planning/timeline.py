@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.png is not None and args.png.suffix not in (".png", ".pdf", ".svg"):
             raise ValueError(f"--png: {args.png} ends in none of .png, .pdf and .svg")
         check_counts(args, "stages", "iterations")
+        if args.width is not None:
+            check_counts(args, "width")
         for each in drawn:
             pipeline = pipeline_of(each, args)
             settled = settled_calls(each.schedule, pipeline, args.microbatches)

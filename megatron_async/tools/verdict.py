@@ -35,6 +35,23 @@ from megatron_async.tools.training_command import TrainingCommand
 __all__ = ["Verdict", "judge"]
 
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+_AT_LEAST_ONE: Final = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "vocab_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_experts",
+    "moe_router_topk",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +198,11 @@ def _checked(
         notes.append(
             "--use-checkpoint-args takes arguments from a checkpoint, which was not looked at."
         )
+    if sizes := _sizes(args):
+        # What is computed from them fails in ways that say nothing.
+        return Verdict(
+            megatron=facts.megatron_version, problems=(*problems, *sizes), notes=tuple(notes)
+        )
     early = _broken(copy.deepcopy(args), facts, parsed_only=True)[0]
     problems = [*problems, *early]
     validated, megatrons = _validated(args)
@@ -235,6 +257,14 @@ def _checked(
         notes=(*notes, *adjusted),
         subject=subject,
     )
+
+
+def _sizes(args: argparse.Namespace) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')}: {value} is no size. Give at least 1."
+        for name in _AT_LEAST_ONE
+        if (value := getattr(args, name, None)) is not None and value < 1
+    ]
 
 
 def _broken(

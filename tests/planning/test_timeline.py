@@ -72,6 +72,7 @@ def test_timeline_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("--stages 4 --microbatches 4 --forward-ms 0", "must be positive"),
         ("--stages 4 --microbatches 4 --iterations 0", "--iterations must be at least 1"),
         ("--stages 4 --microbatches 4 --optimizer-ms -1", "must not be negative"),
+        ("--stages 4 --microbatches 4 --width 0", "--width must be at least 1, got 0"),
     ],
 )
 def test_timeline_refuses(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,12 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return status, shown.out + shown.err
 
 
+@pytest.mark.parametrize("flag", ["--num-layers", "--seq-length", "--micro-batch-size"])
+def test_what_is_no_size_is_all_that_is_said(flag: str) -> None:
+    found = verdict(torchrun(*TWO_VERSIONS, flag, "0"))
+    assert found.problems == (f"{flag}: 0 is no size. Give at least 1.",)
+
+
 def test_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     before = dict(os.environ)
     status, shown = asked(capsys, "--", *torchrun(*TWO_VERSIONS))
