@@ -59,6 +59,20 @@ _DEFAULTS = (
     _Default("--no-masked-softmax-fusion"),
     _Default("--disable-jit-fuser"),
     _Default("--no-rope-fusion", needed=_uses_rotary),
+    # The fused operators of Megatron's MLP have no scale for each token, or no bias beside it
+    # (megatron/core/transformer/mlp.py), and end the first forward of an expert.
+    _Default(
+        "--no-bias-gelu-fusion",
+        needed=lambda given: "--num-experts" in given and "--swiglu" not in given,
+    ),
+    _Default(
+        "--no-bias-swiglu-fusion",
+        needed=lambda given: (
+            "--num-experts" in given
+            and "--swiglu" in given
+            and "--disable-bias-linear" not in given
+        ),
+    ),
     _Default("--async-strategy", "mcore", needed=lambda given: "--async-save" in given),
 )
 

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     width = args.width or shutil.get_terminal_size((120, 24)).columns
     for each, run in runs:
-        print(_caption(each, steady[each.name]))
+        print(_caption(each, steady[each.name], args))
         draw_text(run, sys.stdout, width=width, colour=colour)
         print()
     interleaved = any(each.schedule.interleaved for each in drawn)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         + ("; colours are batches" if colour else "")
     )
     if args.png:
-        captions = [_caption(each, steady[each.name]) for each, _ in runs]
+        captions = [_caption(each, steady[each.name], args) for each, _ in runs]
         draw_png([run for _, run in runs], captions, args.png)
         print(f"wrote {args.png}")
     if args.perfetto:
@@ -163,11 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _caption(drawn: Candidate, run: Simulation) -> str:
-    return (
+def _caption(drawn: Candidate, run: Simulation, args: argparse.Namespace) -> str:
+    caption = (
         f"{drawn.title}: {run.iteration_time:.4g} ms per iteration in the steady state, "
         f"{run.ratio_to_ideal:.3f} of the ideal"
     )
+    if not drawn.schedule.asynchronous:
+        return caption
+    rule = drawn.schedule.rule(pipeline_of(drawn, args), args.microbatches)
+    return f"{caption}; gradients {rule.mean_staleness(args.stages):.3g} of an update late"
 
 
 def _drawn(event: Event) -> bool:

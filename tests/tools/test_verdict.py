@@ -303,6 +303,15 @@ def test_delays(name: str, delays: tuple[float, ...]) -> None:
     assert numbers("--pipeline-schedule", name).delays == pytest.approx(delays)
 
 
+def test_what_is_advised_is_accepted() -> None:
+    """PACI's delays differ between stages, for which error feedback is not defined."""
+    for schedule, corrected in (("pipedream-2bw", True), ("paci", False)):
+        found = verdict(torchrun("--pipeline-schedule", schedule, "--optimizer", "adam"))
+        (advice,) = [text for text in found.warnings if text.startswith("--optimizer:")]
+        assert ("--delay-correction" in advice) == corrected
+        assert "--optimizer muon" in advice
+
+
 def test_gains() -> None:
     deferred = numbers(*TWO_VERSIONS)
     assert deferred.ideal_gain == 11 / 8
@@ -324,6 +333,19 @@ def test_memory_by_hand() -> None:
     corrected = numbers(*TWO_VERSIONS, "--delay-correction", "error-feedback").memory
     assert corrected is not None
     assert [stage.added for stage in corrected] == [(2 + 4 + 4) * count for count in parameters]
+
+
+def test_activations_of_microbatches_further_ahead_are_counted() -> None:
+    flags = ("--pipeline-schedule", "fresh-2bw")
+    usual = numbers(*flags)
+    assert usual.more_activations == (0,) * 4
+    ahead = numbers(*flags, "--pipeline-extra-warmup", "3")
+    assert usual.memory is not None
+    # 4, 3, 2, 1 in flight, and with three more on the first stage 7, 5, 3, 1.
+    shares = [3 / 4, 2 / 3, 1 / 2, 0]
+    for stage, (share, memory) in enumerate(zip(shares, usual.memory, strict=True)):
+        assert ahead.more_activations[stage] == pytest.approx(share * memory.activations, rel=0.1)
+        assert ahead.added(stage) == usual.added(stage) + ahead.more_activations[stage]
 
 
 def test_layers_of_a_layout_are_counted() -> None:

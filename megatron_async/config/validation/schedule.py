@@ -11,7 +11,14 @@ from megatron_async.config.validation.assertions import step_schedule_problem
 from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
 from megatron_async.megatron.training import step_batch_sizes
 
-__all__ = ["RULES", "batch_sizes", "least_microbatches", "own_notes", "own_problems"]
+__all__ = [
+    "RULES",
+    "batch_sizes",
+    "least_microbatches",
+    "longer_delays",
+    "own_notes",
+    "own_problems",
+]
 
 
 class _Step(NamedTuple):
@@ -125,6 +132,14 @@ def least_microbatches(subject: Subject) -> int:
     """The least number of microbatches of an asynchronous iteration."""
     samples = int(subject.get("micro_batch_size")) * subject.replicas
     return min(size // samples for size in batch_sizes(subject))
+
+
+def longer_delays(subject: Subject) -> bool:
+    """Whether delays exceed one step, or differ between stages."""
+    if subject.config.schedule_record is None:
+        return False
+    delays = subject.delays(max(least_microbatches(subject), 1))
+    return bool(delays) and (max(delays) > 1 or min(delays) != max(delays))
 
 
 def _least(subject: Subject) -> int:
