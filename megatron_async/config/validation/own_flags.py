@@ -157,10 +157,10 @@ RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--pipeline-extra-warmup",
         lambda s: (
-            f"{s.config.extra_warmup} links between stages are to be made up for, and {s.stages} "
-            f"stages have {s.stages - 1}"
+            f"{s.config.extra_warmup} links between stages are to be made up for, and there "
+            f"{'is 1' if s.stages == 2 else f'are {s.stages - 1}'}"
         ),
-        lambda s: f"Give at most {s.stages - 1}.",
+        lambda s: f"Give at most {s.stages - 1}." if s.stages > 1 else "Drop it.",
         when=lambda s: s.config.extra_warmup > s.stages - 1,
         name="extra_warmup_stages",
     ),

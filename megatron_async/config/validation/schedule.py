@@ -134,6 +134,11 @@ def least_microbatches(subject: Subject) -> int:
     return min(size // samples for size in batch_sizes(subject))
 
 
+def _most_microbatches(subject: Subject) -> int:
+    samples = int(subject.get("micro_batch_size")) * subject.replicas
+    return max(size // samples for size in batch_sizes(subject))
+
+
 def longer_delays(subject: Subject) -> bool:
     """Whether delays exceed one step, or differ between stages."""
     if subject.config.schedule_record is None:
@@ -183,8 +188,14 @@ def own_notes(subject: Subject) -> list[str]:
     record = subject.config.schedule_record
     if record is None:
         return []
-    notes = record.notes(subject.pipeline, least_microbatches(subject))
-    return [f"{record.name}: {note}." for note in notes]
+    least, most = least_microbatches(subject), _most_microbatches(subject)
+    notes = [f"{record.name}: {note}." for note in record.notes(subject.pipeline, least)]
+    if most > least:
+        notes += [
+            f"{record.name}, in the largest batches: {note}."
+            for note in record.notes(subject.pipeline, most)
+        ]
+    return notes
 
 
 def _equal_batches(subject: Subject) -> bool:
