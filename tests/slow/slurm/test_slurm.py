@@ -75,6 +75,11 @@ class Job:
         """Wait until an attempt has done so many."""
         self._wait(lambda: len(self.iterations_of(attempt)) >= number)
 
+    def wait_for_stop(self, *, attempt: int) -> None:
+        """Wait until an attempt has said that it was stopped."""
+        begin = f"job {self.number}.{attempt}: stopped "
+        self._wait(lambda: any(line.startswith(begin) for line in self.said))
+
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank: not torchrun above it, nor the data loader's workers below."""
         name = str(number)
@@ -213,10 +218,12 @@ def test_interrupted_in_every_way(bench: Bench, uninterrupted: dict[int, str]) -
     bench.note("$ kill -KILL PID  # of rank 1, as the kernel does when memory runs out")
     job.rank(1).send_signal(signal.SIGKILL)
 
-    # Slurm looks at the limits once in 30 s, and so signals 60 to 90 s ahead. The limit holds for
-    # the attempts that follow as well: where those are slow, it stops them, too.
+    # Slurm looks at the limits once in 30 s, and so signals 60 to 90 s ahead. The limit would hold
+    # for the attempts that follow as well, and on a busy machine they take that long to start.
     job.wait_for_iterations(2, attempt=4)
     bench.type("scontrol", "update", f"JobId={number}", f"TimeLimit={job.minutes + 2}")
+    job.wait_for_stop(attempt=4)
+    bench.type("scontrol", "update", f"JobId={number}", "TimeLimit=60")
 
     assert job.wait_for_end() == "COMPLETED", job.log[-6000:]
     attempts = [job.iterations_of(attempt) for attempt in range(job.losses[-1][0] + 1)]
