@@ -234,8 +234,8 @@ def _coloured(text: str, batches: Sequence[int]) -> str:
 def draw_png(runs: Sequence[Simulation], captions: Sequence[str], path: Path) -> None:
     """Write one panel for each simulation, all on one time axis.
 
-    Batches have colours, forwards are light and backwards dark, the optimizer step is black; white
-    is idle time.
+    Batches have colours, forwards are light and backwards dark, the optimizer step is black, where
+    it takes time; white is idle time.
     """
     # Imported here: drawing text must not need it, and it takes a second.
     import matplotlib
@@ -286,10 +286,15 @@ def draw_png(runs: Sequence[Simulation], captions: Sequence[str], path: Path) ->
         axis.tick_params(labelsize=8)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    axes[-1, 0].set_xlabel(
-        "time (ms); colour: batch, light: forward, dark: backward, black: optimizer step",
-        fontsize=8,
-    )
+    legend = "time (ms); colour: batch, light: forward, dark: backward"
+    if any(
+        _drawn(event) and event.action.kind not in COMPUTE
+        for run in runs
+        for events in run.events
+        for event in events
+    ):
+        legend += ", black: optimizer step"
+    axes[-1, 0].set_xlabel(legend, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -15,6 +15,7 @@ from megatron_async.planning.memory import (
     ModelShape,
     StageMemory,
     Storage,
+    check_fits,
     peak_in_flight,
     stage_memory,
 )
@@ -22,7 +23,7 @@ from megatron_async.schedules.one_f_one_b import ONE_F_ONE_B
 from megatron_async.schedules.schedule import Pipeline, Schedule, action_lists, settled_calls
 from megatron_async.schedules.simulator import Costs, simulate
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["Forecast", "check_model", "forecast"]
 
 _MOST_ACTIONS: Final = 8192
 """Microbatches times stages above which nothing is simulated, which would take seconds."""
@@ -88,6 +89,17 @@ def forecast(subject: Subject) -> Forecast:
         ),
         uncounted=uncounted,
     )
+
+
+def check_model(subject: Subject) -> None:
+    """Check that heads, groups, experts and the vocabulary divide, which Megatron finds out while
+    it builds the model; of models without formulas nothing is known.
+
+    Raises:
+        ValueError: what does not.
+    """
+    if not _unknown(subject):
+        check_fits(_shape(subject), _layout(subject))
 
 
 def _simulated(subject: Subject, record: Schedule, microbatches: int) -> float | None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from megatron_async.planning import timeline
 from megatron_async.planning.candidates import candidate, candidates
@@ -62,6 +63,24 @@ def test_timeline_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert {row["schedule"] for row in rows} == {each.name for each in candidates()}
     first = rows[1]
     assert (first["kind"], first["started"], first["stopped"]) == ("forward", "0.0", "60.0")
+
+
+@pytest.mark.parametrize("optimizer", [0, 1])
+def test_the_legend_names_what_is_drawn(
+    optimizer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+
+    def saved(figure: Figure, *_: object, **__: object) -> None:
+        labels.append(figure.axes[-1].get_xlabel())
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    run = simulate(
+        lists_of("fresh-2bw", iterations=2), Costs(forward=1, backward=2, optimizer=optimizer)
+    )
+    timeline.draw_png([run], [""], tmp_path / "timeline.png")
+    (label,) = labels
+    assert label.endswith(", black: optimizer step" if optimizer else ", dark: backward")
 
 
 @pytest.mark.parametrize(

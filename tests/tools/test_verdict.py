@@ -71,6 +71,39 @@ def test_what_is_no_size_is_all_that_is_said(flag: str) -> None:
     assert found.problems == (f"{flag}: 0 is no size. Give at least 1.",)
 
 
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--train-iters -1", "--train-iters: -1 is negative. Give 0 or more."),
+        ("--kv-channels 0", "--kv-channels: 0 is no size. Give at least 1."),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "4 heads do not divide into 3 --num-query-groups.",
+        ),
+        (
+            "--num-experts 4 --moe-router-topk 5 --disable-bias-linear",
+            "--moe-router-topk 5 is more than 4 experts.",
+        ),
+    ],
+)
+def test_models_that_megatron_cannot_build(flags: str, problem: str) -> None:
+    assert verdict(torchrun(*TWO_VERSIONS, *flags.split())).problems == (problem,)
+
+
+def test_broken_files_are_refused_with_everything_else(tmp_path: Path) -> None:
+    (tmp_path / "corpus.idx").touch()
+    model = [word for word in MODEL if word != "--mock-data"]
+    given = [*TWO_VERSIONS, "--data-path", f"{tmp_path}/corpus", "--use-ring-exchange-p2p"]
+    words = torchrun(*given, model=model)
+    words[words.index("pretrain_gpt.py")] = str(tmp_path)
+    problems = verdict(words).problems
+    assert problems[0] == f"{tmp_path} is a folder. Give the training script."
+    assert problems[1].startswith(f"--data-path {tmp_path}/corpus: {tmp_path}/corpus.idx is there")
+    assert problems[2].startswith("--use-ring-exchange-p2p: ")
+    words[words.index(str(tmp_path))] = "x" * 300 + ".py"
+    assert ".py is not here" in verdict(words).notes[0]
+
+
 def test_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     before = dict(os.environ)
     status, shown = asked(capsys, "--", *torchrun(*TWO_VERSIONS))
