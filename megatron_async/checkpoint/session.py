@@ -270,8 +270,10 @@ class _Loading:
                 self._afresh = f"the checkpoint was saved by {state['schedule']}"
             elif not running.schedule.resumable:
                 self._afresh = (
-                    "the batches that were in flight and the versions that they ran on are not "
-                    "saved, so the delays grow anew"
+                    "microbatches that were in flight run forward anew, on the newest weights"
+                    if running.schedule.drifts
+                    else "the batches that were in flight and the versions that they ran on are "
+                    "not saved, so the delays grow anew"
                 )
         if self._afresh or self._state is None:
             return

@@ -42,12 +42,14 @@ class _Default:
 
 @dataclass(frozen=True, slots=True)
 class _Conflict:
-    """A flag that cannot be had, unless ``allowed`` says otherwise of its values."""
+    """A flag that cannot be had, unless ``allowed`` says otherwise of its values, or there is the
+    flag ``unless``."""
 
     flag: str
     why: str
     instead: str
     allowed: Callable[[tuple[str, ...]], bool] = _never
+    unless: str = ""
 
 
 _DEFAULTS = (
@@ -59,6 +61,11 @@ _DEFAULTS = (
     _Default("--no-masked-softmax-fusion"),
     _Default("--disable-jit-fuser"),
     _Default("--no-rope-fusion", needed=_uses_rotary),
+    # Megatron's fused operator has no scale for each token, as an expert has.
+    _Default(
+        "--no-bias-gelu-fusion",
+        needed=lambda given: "--num-experts" in given and "--swiglu" not in given,
+    ),
     _Default("--async-strategy", "mcore", needed=lambda given: "--async-save" in given),
 )
 
@@ -100,6 +107,13 @@ _CONFLICTS = (
     _Conflict("--te-precision-config-file", _TE, "drop it"),
     _Conflict("--tp-comm-overlap", _TE, "drop it"),
     _Conflict("--cross-entropy-fusion-impl", _TE, "use `native`", _one_of("native")),
+    _Conflict(
+        "--num-experts",
+        "Megatron's local linear layers cannot add an expert's bias (an in-place operation in "
+        "megatron/core/transformer/mlp.py)",
+        "add --disable-bias-linear",
+        unless="--disable-bias-linear",
+    ),
     _Conflict("--moe-grouped-gemm", _KERNELS, "drop it"),
     _Conflict("--moe-permute-fusion", _TE, "drop it"),
     _Conflict("--moe-router-fusion", _TE, "drop it"),
@@ -117,7 +131,12 @@ _CONFLICTS = (
     _Conflict("--use-nccl-ub", "NCCL needs GPUs", "drop it"),
     _Conflict("--nccl-communicator-config-path", "NCCL needs GPUs", "drop it"),
     _Conflict("--pipeline-model-parallel-comm-backend", "NCCL and UCC need GPUs", "drop it"),
-    _Conflict("--profile", "it starts a GPU profiler", "add --use-pytorch-profiler"),
+    _Conflict(
+        "--profile",
+        "it starts a GPU profiler",
+        "add --use-pytorch-profiler",
+        unless="--use-pytorch-profiler",
+    ),
     _Conflict("--log-straggler", "it reads GPU clocks and temperatures", "drop it"),
     _Conflict("--log-energy", "it reads GPU power", "drop it"),
     _Conflict("--record-memory-history", "it records GPU memory", "drop it"),
@@ -157,7 +176,7 @@ def cpu_argv(argv: list[str]) -> tuple[list[str], list[str]]:
     for conflict in _CONFLICTS:
         if conflict.flag not in given or conflict.allowed(given[conflict.flag]):
             continue
-        if conflict.flag == "--profile" and "--use-pytorch-profiler" in given:
+        if conflict.unless in given:
             continue
         flag = " ".join([conflict.flag, *given[conflict.flag]])
         fix = conflict.instead[0].upper() + conflict.instead[1:]

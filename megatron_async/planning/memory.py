@@ -19,6 +19,7 @@ __all__ = [
     "ParameterCount",
     "StageMemory",
     "Storage",
+    "check_fits",
     "count_parameters",
     "peak_in_flight",
     "stage_memory",
@@ -58,6 +59,18 @@ class ModelShape:
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ValueError(f"{field.name} must be positive, got {value}")
+        heads, groups = self.attention_heads, self.query_groups or self.attention_heads
+        if self.kv_channels is None and self.hidden_size % heads:
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} does not divide by {heads} heads; "
+                "give --kv-channels"
+            )
+        if heads % groups:
+            raise ValueError(f"{heads} heads do not divide into {groups} --num-query-groups")
+        if self.experts is not None and self.experts_per_token > self.experts:
+            raise ValueError(
+                f"--moe-router-topk {self.experts_per_token} is more than {self.experts} experts"
+            )
 
     @property
     def ffn(self) -> int:
@@ -91,11 +104,44 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.layers_per_stage) != self.stages:
             raise ValueError(f"{len(self.layers_per_stage)} layer counts for {self.stages} stages")
+        if min(self.layers_per_stage) < 0:
+            raise ValueError(f"a stage cannot have {min(self.layers_per_stage)} layers")
         if self.data_parallel % self.expert_parallel:
             raise ValueError(
                 f"expert parallelism of {self.expert_parallel} does not divide data parallelism "
                 f"of {self.data_parallel}"
             )
+
+
+def check_fits(shape: ModelShape, layout: Layout) -> None:
+    """Check that what is split divides, as Megatron does when it builds the model.
+
+    Raises:
+        ValueError: what does not divide, and by what.
+    """
+    tensor, expert = layout.tensor_parallel, layout.expert_parallel
+    groups = shape.query_groups or shape.attention_heads
+    for number, what in (
+        (shape.attention_heads, "attention heads"),
+        (shape.ffn, "of --ffn-hidden-size"),
+        (shape.vocab_size, "of --vocab-size (after padding)"),
+    ):
+        if number % tensor:
+            raise ValueError(f"{number} {what} do not divide into tensor parallelism of {tensor}")
+    if groups % tensor and tensor % groups:
+        raise ValueError(
+            f"{groups} --num-query-groups are neither a multiple nor a divisor of tensor "
+            f"parallelism of {tensor}"
+        )
+    if (shape.experts or expert) % expert:
+        raise ValueError(
+            f"{shape.experts} experts do not divide into expert parallelism of {expert}"
+        )
+    if layout.sequence_parallel and shape.seq_length % tensor:
+        raise ValueError(
+            f"--seq-length {shape.seq_length} does not divide into tensor parallelism of {tensor}, "
+            "as --sequence-parallel needs"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

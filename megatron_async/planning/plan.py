@@ -26,6 +26,7 @@ from megatron_async.planning.memory import (
     ModelShape,
     StageMemory,
     Storage,
+    check_fits,
     peak_in_flight,
     stage_memory,
 )
@@ -278,6 +279,7 @@ def _model(args: argparse.Namespace) -> tuple[ModelShape | None, Layout | None]:
         expert_parallel=args.expert_parallel,
         sequence_parallel=args.sequence_parallel,
     )
+    check_fits(shape, layout)
     return shape, layout
 
 

@@ -154,7 +154,7 @@ def _row(choice: Choice) -> list[str]:
         str(layout.data_parallel),
         str(choice.micro_batch_size),
         str(choice.microbatches),
-        f"{choice.time / 1e3:.3f}",
+        f"{choice.time / 1e3:{'.3f' if choice.time >= 100 else '.3g'}}",
         f"{choice.delay:.3g}",
         f"{choice.memory / 2**30:.1f}",
         layout_flag(layout.layers_per_stage) if choice.chunks == 1 else f"{choice.chunks} chunks",

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.png is not None and args.png.suffix not in (".png", ".pdf", ".svg"):
             raise ValueError(f"--png: {args.png} ends in none of .png, .pdf and .svg")
         check_counts(args, "stages", "iterations")
+        if args.width is not None:
+            check_counts(args, "width")
         for each in drawn:
             pipeline = pipeline_of(each, args)
             settled = settled_calls(each.schedule, pipeline, args.microbatches)
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     width = args.width or shutil.get_terminal_size((120, 24)).columns
     for each, run in runs:
-        print(_caption(each, steady[each.name]))
+        print(_caption(each, steady[each.name], args))
         draw_text(run, sys.stdout, width=width, colour=colour)
         print()
     interleaved = any(each.schedule.interleaved for each in drawn)
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         + ("; colours are batches" if colour else "")
     )
     if args.png:
-        captions = [_caption(each, steady[each.name]) for each, _ in runs]
+        captions = [_caption(each, steady[each.name], args) for each, _ in runs]
         draw_png([run for _, run in runs], captions, args.png)
         print(f"wrote {args.png}")
     if args.perfetto:
@@ -161,11 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _caption(drawn: Candidate, run: Simulation) -> str:
-    return (
+def _caption(drawn: Candidate, run: Simulation, args: argparse.Namespace) -> str:
+    caption = (
         f"{drawn.title}: {run.iteration_time:.4g} ms per iteration in the steady state, "
         f"{run.ratio_to_ideal:.3f} of the ideal"
     )
+    if not drawn.schedule.asynchronous:
+        return caption
+    rule = drawn.schedule.rule(pipeline_of(drawn, args), args.microbatches)
+    return f"{caption}; gradients {rule.mean_staleness(args.stages):.3g} of an update late"
 
 
 def _drawn(event: Event) -> bool:
@@ -228,8 +234,8 @@ def _coloured(text: str, batches: Sequence[int]) -> str:
 def draw_png(runs: Sequence[Simulation], captions: Sequence[str], path: Path) -> None:
     """Write one panel for each simulation, all on one time axis.
 
-    Batches have colours, forwards are light and backwards dark, the optimizer step is black; white
-    is idle time.
+    Batches have colours, forwards are light and backwards dark, the optimizer step is black, where
+    it takes time; white is idle time.
     """
     # Imported here: drawing text must not need it, and it takes a second.
     import matplotlib
@@ -280,10 +286,15 @@ def draw_png(runs: Sequence[Simulation], captions: Sequence[str], path: Path) ->
         axis.tick_params(labelsize=8)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    axes[-1, 0].set_xlabel(
-        "time (ms); colour: batch, light: forward, dark: backward, black: optimizer step",
-        fontsize=8,
-    )
+    legend = "time (ms); colour: batch, light: forward, dark: backward"
+    if any(
+        _drawn(event) and event.action.kind not in COMPUTE
+        for run in runs
+        for events in run.events
+        for event in events
+    ):
+        legend += ", black: optimizer step"
+    axes[-1, 0].set_xlabel(legend, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -503,6 +503,8 @@ class Engine:
         iteration = self.args.curr_iteration + 1
         found.append(("weight-version", self.weights.newest, iteration))
         rule = self.schedule.rule(self._logged_pipeline, self._microbatches)
-        delay = rule.mean_delay(self.interpreter.batch - 1, self._microbatches, 0)
+        stages, batch = self._logged_pipeline.stages, self.interpreter.batch - 1
+        late = (rule.mean_delay(batch, self._microbatches, stage) for stage in range(stages))
+        delay = sum(late) / stages
         found.append(("gradient-delay", delay, iteration))
         return found

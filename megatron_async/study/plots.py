@@ -12,6 +12,7 @@ __all__ = ["draw_estimates", "mark_places", "panels", "write"]
 
 _POINTS = 60  # a curve's points are means over so many parts of the run, at most
 _PANEL = (4.2, 3.2)  # inches
+_ERRORS = "; bars: standard error over seeds"
 _NO_GAP = Estimate(value=0.0, error=None, count=0)
 
 
@@ -157,9 +158,11 @@ def _bars(
     modes = _modes(groups)
     several = len({group.row[1] for group in groups}) > 1
     rows = list(dict.fromkeys(group.row for group in groups))
-    figure = _new_figure(7.5, 1.2 + 0.28 * len(rows) * (len(modes) + 1))
+    legend = -(-len(modes) // 2)  # rows of it, below the axes: bars may be anywhere in them
+    figure = _new_figure(7.5, 1.2 + 0.2 * legend + 0.28 * len(rows) * (len(modes) + 1))
     axes = figure.add_subplot()
     height = 0.8 / len(modes)
+    with_errors = False
     for index, mode in enumerate(modes):
         places, lengths, errors = [], [], []
         for group in groups:
@@ -168,6 +171,7 @@ def _bars(
                 places.append(rows.index(group.row) - 0.4 + (index + 0.5) * height)
                 lengths.append(estimate.value)
                 errors.append(estimate.error or 0.0)
+        with_errors = with_errors or any(errors)
         axes.barh(
             places,
             lengths,
@@ -188,9 +192,9 @@ def _bars(
     )
     axes.invert_yaxis()
     axes.set_xlabel(label)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title + (_ERRORS if with_errors else ""), fontsize=10)
     axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -199,7 +203,7 @@ def _gaps(analysis: Analysis) -> Any:
         analysis,
         lambda group: group.gap,
         "final validation loss above synchronous (nats a token)",
-        "What the delay costs; bars: standard error over seeds",
+        "What the delay costs",
     )
 
 
@@ -215,7 +219,7 @@ def _recovery(analysis: Analysis) -> Any:
         analysis,
         in_percent,
         "percent of the delay's gap",
-        "What the correction wins back; bars: standard error over seeds",
+        "What the correction wins back",
     )
 
 
@@ -254,7 +258,15 @@ def _delays(analysis: Analysis) -> Any:
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("loss above synchronous (nats a token)")
     all_axes[0].legend(fontsize=7)
-    figure.suptitle("What a delay costs, by its size; bars: standard error over seeds", fontsize=10)
+    with_errors = any(
+        estimate.error
+        for panel in lines.values()
+        for points in panel.values()
+        for _, estimate in points
+    )
+    figure.suptitle(
+        "What a delay costs, by its size" + (_ERRORS if with_errors else ""), fontsize=10
+    )
     return figure
 
 

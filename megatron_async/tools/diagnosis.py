@@ -85,10 +85,10 @@ def _rows(subject: Subject, numbers: Forecast) -> Iterator[tuple[str, str]]:
             else f"; {numbers.simulated_gain:.2f} as `megatron-async plan` simulates it, with a "
             "backward of two forwards and no other times"
         )
-        yield (
-            "expected gain",
-            f"{numbers.ideal_gain:.2f} = (m + p - 1) / m times as fast as 1F1B{simulated}",
-        )
+        ideal = f"{numbers.ideal_gain:.2f} = (m + p - 1) / m times as fast as 1F1B"
+        if not settings.deferred_update:
+            ideal = f"less than {ideal}, which takes a deferred update"
+        yield "expected gain", f"{ideal}{simulated}"
     yield (
         "delay share",
         f"{numbers.delay:.3g} updates late in the mean; by stage {_by_stage(numbers.delays)}",
@@ -96,16 +96,17 @@ def _rows(subject: Subject, numbers: Forecast) -> Iterator[tuple[str, str]]:
     if numbers.memory is None:
         yield "extra memory", f"not computed: no formulas for {numbers.uncounted}"
         return
-    top = max(range(p), key=lambda stage: numbers.memory[stage].added if numbers.memory else 0)
+    top = max(range(p), key=numbers.added)
     yield (
         "extra memory",
         (
-            f"{_size(numbers.memory[top].added)} on each rank of stage {top}, the fullest: "
-            f"{_parts(numbers.memory[top])}"
+            f"{_size(numbers.added(top))} on each rank of stage {top}, to which most is added: "
+            f"{_parts(numbers.memory[top], numbers.more_activations[top])}"
         ),
     )
-    if len({stage.added for stage in numbers.memory}) > 1:
-        yield "", f"by stage {_by_size([stage.added for stage in numbers.memory])}"
+    added = [numbers.added(stage) for stage in range(p)]
+    if len(set(added)) > 1:
+        yield "", f"by stage {_by_size(added)}"
 
 
 def _by_stage(values: Sequence[float]) -> str:
@@ -118,12 +119,13 @@ def _by_size(values: Sequence[int]) -> str:
     return ", ".join(_size(value) for value in values)
 
 
-def _parts(memory: StageMemory) -> str:
+def _parts(memory: StageMemory, activations: int) -> str:
     parts = [
         (memory.second_version, "weight versions"),
         (memory.gradient_copy, "the gradients' copy"),
         (memory.correction, "the correction"),
         (memory.second_grad_buffer, "the second gradient buffer"),
+        (activations, "more activations (an estimate)"),
     ]
     return ", ".join(f"{_size(size)} {name}" for size, name in parts if size) or "nothing"
 

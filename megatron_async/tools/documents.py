@@ -12,6 +12,7 @@ import glob
 import gzip
 import importlib
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -87,33 +88,56 @@ def find_inputs(patterns: Iterable[str]) -> list[Input]:
     stands for any number of directories.
 
     Raises:
-        DataError: a pattern stands for no file, or a file that was named is empty.
+        DataError: a pattern stands for no file, a file that was named is empty, or a folder may not
+            be read.
     """
     found: dict[Path, Input] = {}
     for pattern in patterns:
-        named = Path(pattern)
-        if named.is_dir():
-            visible = [path for path in sorted(named.rglob("*")) if _is_visible(path, named)]
-            paths = [path for path in visible if _ending(path) or not _is_binary(path)]
-        elif named.exists():
-            paths = [named]
-        elif glob.has_magic(pattern):
-            # Path.glob takes no absolute pattern.
-            matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-            paths = [Path(match) for match in matches]
-        else:
-            raise DataError(f"--input {pattern}: there is no such file or directory.")
-        paths = [path for path in paths if path.is_file()]
-        if not paths:
-            raise DataError(f"--input {pattern}: it stands for no file.")
-        for path in paths:
-            source = Input(path=path, size=path.stat().st_size, named=path == named)
-            if source.named and source.size == 0:
-                raise DataError(f"--input {pattern}: the file is empty.")
-            found.setdefault(path.resolve(), source)
+        try:
+            found |= {path: one for path, one in _found(pattern) if path not in found}
+        except OSError as error:
+            where = error.filename if error.filename not in (None, pattern) else "it"
+            raise DataError(
+                f"--input {pattern}: {where} cannot be read: {error.strerror or error}."
+            ) from error
     if not found:
         raise DataError("--input names no file.")
     return list(found.values())
+
+
+def _found(pattern: str) -> Iterator[tuple[Path, Input]]:
+    named = Path(pattern)
+    if named.is_dir():
+        visible = [path for path in sorted(_below(named)) if _is_visible(path, named)]
+        paths = [path for path in visible if _ending(path) or not _is_binary(path)]
+    elif named.exists():
+        paths = [named]
+    elif glob.has_magic(pattern):
+        # Path.glob takes no absolute pattern.
+        matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+        paths = [Path(match) for match in matches]
+    else:
+        raise DataError(f"--input {pattern}: there is no such file or directory.")
+    paths = [path for path in paths if path.is_file()]
+    if not paths:
+        raise DataError(f"--input {pattern}: it stands for no file.")
+    for path in paths:
+        source = Input(path=path, size=path.stat().st_size, named=path == named)
+        if source.named and source.size == 0:
+            raise DataError(f"--input {pattern}: the file is empty.")
+        yield path.resolve(), source
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """The files below a folder; unlike Path.rglob it does not pass over folders that may not be
+    read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for above, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if _is_visible(Path(above, name), folder)]
+        yield from (Path(above, name) for name in files)
 
 
 def check_libraries(inputs: Iterable[Input]) -> None:
@@ -263,7 +287,7 @@ def _rows(path: Path, column: str, after: int) -> Iterator[Record]:
                         position=size * number // total,
                     )
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}.") from error
+        raise DataError(f"{path} cannot be read: {str(error).rstrip('.')}.") from error
 
 
 def _library(name: str, path: str) -> Any:
@@ -299,7 +323,7 @@ def _is_binary(path: Path) -> bool:
 def _json_text(line: bytes, key: str, *, where: str) -> bytes:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}.") from error
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):

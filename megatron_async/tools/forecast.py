@@ -15,6 +15,7 @@ from megatron_async.planning.memory import (
     ModelShape,
     StageMemory,
     Storage,
+    check_fits,
     peak_in_flight,
     stage_memory,
 )
@@ -22,7 +23,7 @@ from megatron_async.schedules.one_f_one_b import ONE_F_ONE_B
 from megatron_async.schedules.schedule import Pipeline, Schedule, action_lists, settled_calls
 from megatron_async.schedules.simulator import Costs, simulate
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["Forecast", "check_model", "forecast"]
 
 _MOST_ACTIONS: Final = 8192
 """Microbatches times stages above which nothing is simulated, which would take seconds."""
@@ -38,8 +39,9 @@ class Forecast:
         simulated_gain: 1F1B over the schedule in the simulator of ``plan``, with a backward of two
             forwards and no time for optimizer and messages; None where that would take long.
         delays: per stage, by how many updates a gradient is late, a mean over microbatches.
-        memory: per stage, bytes that asynchronous training adds on each rank; None if ``plan`` has
-            no formulas for the model.
+        memory: per stage, what each rank keeps; None if ``plan`` has no formulas for the model.
+        more_activations: per stage, bytes of the microbatches that it has in flight beyond those of
+            1F1B; empty without ``memory``.
         uncounted: why there is no memory.
     """
 
@@ -48,12 +50,19 @@ class Forecast:
     simulated_gain: float | None
     delays: tuple[float, ...]
     memory: tuple[StageMemory, ...] | None
+    more_activations: tuple[int, ...] = ()
     uncounted: str = ""
 
     @property
     def delay(self) -> float:
         """Mean over the stages."""
         return sum(self.delays) / len(self.delays)
+
+    def added(self, stage: int) -> int:
+        """Bytes that asynchronous training adds to 1F1B on each rank of a stage."""
+        if self.memory is None:
+            raise ValueError(f"no formulas for {self.uncounted}")
+        return self.memory[stage].added + self.more_activations[stage]
 
 
 def forecast(subject: Subject) -> Forecast:
@@ -67,14 +76,30 @@ def forecast(subject: Subject) -> Forecast:
         raise ValueError("the run is synchronous")
     stages, microbatches = subject.stages, least_microbatches(subject)
     memory, uncounted = _memory(subject, record, microbatches)
+    plain = _memory(subject, ONE_F_ONE_B, microbatches)[0]
     return Forecast(
         microbatches=microbatches,
         ideal_gain=(microbatches + stages - 1) / microbatches,
         simulated_gain=_simulated(subject, record, microbatches),
         delays=tuple(subject.delays(microbatches)),
         memory=memory,
+        more_activations=tuple(
+            ours.activations - theirs.activations
+            for ours, theirs in zip(memory or (), plain or (), strict=True)
+        ),
         uncounted=uncounted,
     )
+
+
+def check_model(subject: Subject) -> None:
+    """Check that heads, groups, experts and the vocabulary divide, which Megatron finds out while
+    it builds the model; of models without formulas nothing is known.
+
+    Raises:
+        ValueError: what does not.
+    """
+    if not _unknown(subject):
+        check_fits(_shape(subject), _layout(subject))
 
 
 def _simulated(subject: Subject, record: Schedule, microbatches: int) -> float | None:
@@ -95,7 +120,10 @@ def _memory(
 ) -> tuple[tuple[StageMemory, ...] | None, str]:
     if reason := _unknown(subject):
         return None, reason
-    settings, pipeline = subject.config, subject.pipeline
+    settings = subject.config
+    pipeline = subject.pipeline
+    if not record.asynchronous:
+        pipeline = Pipeline(stages=pipeline.stages, deferred=False)
     shape, layout = _shape(subject), _layout(subject)
     rule = record.rule(pipeline, microbatches)
     correction = settings.correction_record

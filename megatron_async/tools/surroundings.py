@@ -24,6 +24,7 @@ from packaging.version import Version
 
 from megatron_async.megatron import releases
 from megatron_async.megatron.replaced import Replacement, applies, resolve
+from megatron_async.tools.named_files import exists
 from megatron_async.tools.training_command import TrainingCommand
 
 __all__ = ["Engine", "pretended", "without_engine"]
@@ -104,7 +105,7 @@ def pretended(command: TrainingCommand) -> Iterator[Engine]:
         "LOCAL_RANK": "0",
     }
     script = Path(command.script)
-    path = [*([str(script.resolve().parent)] if script.is_file() else []), *sys.path]
+    path = [*([str(script.resolve().parent)] if exists(script) else []), *sys.path]
     quiet = io.StringIO()
     with contextlib.ExitStack() as stack:
         before = logging.root.manager.disable

@@ -29,12 +29,39 @@ from megatron_async.config.startup import flags_in
 from megatron_async.config.validation.rule import Facts, Subject, dest_of
 from megatron_async.optimizers import add_optimizer_arguments
 from megatron_async.schedules import RECOMMENDED
+from megatron_async.tools.forecast import check_model
+from megatron_async.tools.named_files import exists, look_at_files, look_at_script
 from megatron_async.tools.surroundings import Engine, pretended, without_engine
 from megatron_async.tools.training_command import TrainingCommand
 
 __all__ = ["Verdict", "judge"]
 
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+_AT_LEAST_ONE: Final = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "vocab_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "num_query_groups",
+    "kv_channels",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "make_vocab_size_divisible_by",
+)
+_AT_LEAST_NONE: Final = ("train_iters", "train_samples", "eval_iters", "clip_grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +102,13 @@ def judge(command: TrainingCommand) -> Verdict:
 def _judge(command: TrainingCommand, engine: Engine) -> Verdict:
     script = Path(command.script)
     notes = list(command.notes)
-    if not script.is_file():
+    if not exists(script):
         notes.append(
             f"{script} is not here, so flags of its own are not known, and the Megatron that was "
             "asked is the installed one."
         )
     facts = replace(Facts.current(), flags_given=flags_in(list(command.arguments)))
-    problems = _launching(command, facts)
+    problems = [*look_at_script(script).problems, *_launching(command, facts)]
     conflicts: list[str] = []
     argv = list(command.arguments)
     if command.cpu:
@@ -119,8 +146,9 @@ def _launching(command: TrainingCommand, facts: Facts) -> list[str]:
     if command.launched is not False or not facts.flags_given or hooks.in_source():
         return []
     script = Path(command.script)
-    if script.is_file() and "megatron_async" in script.read_text(errors="replace"):
-        return []  # it calls install() itself
+    with contextlib.suppress(OSError):  # look_at_script names it
+        if "megatron_async" in script.read_text(errors="replace"):
+            return []  # it calls install() itself
     return [
         (
             "-m megatron_async: Megatron does not know the flags of this package without it. Put "
@@ -181,8 +209,15 @@ def _checked(
         notes.append(
             "--use-checkpoint-args takes arguments from a checkpoint, which was not looked at."
         )
+    if sizes := _sizes(args):
+        # What is computed from them fails in ways that say nothing.
+        return Verdict(
+            megatron=facts.megatron_version, problems=(*problems, *sizes), notes=tuple(notes)
+        )
+    files = look_at_files(args)
+    notes = [*notes, *files.notes]
     early = _broken(copy.deepcopy(args), facts, parsed_only=True)[0]
-    problems = [*problems, *early]
+    problems = [*problems, *files.problems, *early]
     validated, megatrons = _validated(args)
     adjusted: list[str] = []
     unwise: list[str] = []
@@ -223,6 +258,12 @@ def _checked(
     subject = None
     if not distinct:
         subject = Subject(args=validated, config=AsyncConfig.from_args(validated), facts=facts)
+        try:
+            check_model(subject)
+        except ValueError as error:
+            return Verdict(
+                megatron=facts.megatron_version, problems=(f"{error}.",), notes=tuple(notes)
+            )
         adjusted += validation.notes(validated, facts)
         if not subject.config.asynchronous:
             adjusted.append(
@@ -235,6 +276,20 @@ def _checked(
         notes=(*notes, *adjusted),
         subject=subject,
     )
+
+
+def _sizes(args: argparse.Namespace) -> list[str]:
+    none = [
+        f"--{name.replace('_', '-')}: {value} is no size. Give at least 1."
+        for name in _AT_LEAST_ONE
+        if (value := getattr(args, name, None)) is not None and value < 1
+    ]
+    negative = [
+        f"--{name.replace('_', '-')}: {value} is negative. Give 0 or more."
+        for name in _AT_LEAST_NONE
+        if (value := getattr(args, name, None)) is not None and value < 0
+    ]
+    return none + negative
 
 
 def _broken(

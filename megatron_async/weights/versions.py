@@ -132,13 +132,13 @@ class WeightVersions:
         """Let a microbatch run forward or backward on ``version``: as :meth:`select`, but for the
         parameters alone, which is all that it reads; other weights where stages are emulated.
 
-        With a single version that is the newest, also if an older one is meant: an evaluation or a
-        checkpoint has then completed an update early.
+        With a single version that is the newest, also if the one before is meant: an evaluation or
+        a checkpoint has then completed an update early.
 
         Raises:
             ValueError: as :meth:`select`.
         """
-        if self.count == 1 and version < self.newest:
+        if self.count == 1 and version == self.newest - 1:
             version = self.newest
         self._check(version)
         side = self._side(version)

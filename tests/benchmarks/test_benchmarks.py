@@ -37,6 +37,7 @@ def rows(name: str, directory: Path, *argv: str, fails: bool = False) -> list[di
         ("overhead.py", "ratio"),
         ("slow_dp.py", "ratio"),
         ("time_to_loss.py", "ratio_to_ideal"),
+        ("study_speed.py", "ratio"),
     ],
 )
 def test_quick_benchmarks_write_a_row_per_mode(name: str, ratio: str, tmp_path: Path) -> None:

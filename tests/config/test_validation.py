@@ -184,6 +184,17 @@ def test_a_flag_of_another_schedule_or_correction_is_refused(
                 "number from 5 to 8, fewest or all."
             ),
         ),
+        # The stages that are emulated count, as real ones do.
+        (
+            [
+                *(*ONE_STAGE, *EMULATED, "--global-batch-size", "32"),
+                *("--pipeline-schedule", "paci", "--delayed-microbatches", "2"),
+            ],
+            (
+                "--delayed-microbatches: 2 of 8 microbatches cannot be what is delayed, at least 3 "
+                "have to be (3 for 4 pipeline stages). Give a number from 3 to 8, fewest or all."
+            ),
+        ),
         (
             ["--pipeline-schedule", "paci", "--no-deferred-update"],
             (

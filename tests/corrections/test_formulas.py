@@ -443,13 +443,18 @@ def test_measures_its_size(name: str) -> None:
     assert correction.squares is None
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_error_feedback_is_as_strong_as_a_batch_is_delayed(share: float) -> None:
+def test_error_feedback_is_as_strong_as_a_batch_is_delayed(share: float, adaptive: bool) -> None:
     """Where only a part of each batch is delayed, by its share of the full correction."""
 
     def path(strength: float, delay: float) -> list[Weights]:
         optimizer = corrected(
-            OPTIMIZERS["adam"], Problem().start, name="error-feedback", strength=strength
+            OPTIMIZERS["adam"],
+            Problem().start,
+            name="error-feedback",
+            strength=strength,
+            adaptive_strength=adaptive,
         )
         correction = correction_of(optimizer)
         assert correction is not None

@@ -131,6 +131,9 @@ def test_plan_computes_times_from_a_rate(capsys: pytest.CaptureFixture[str]) -> 
     assert f"forward {forward} ms, backward {2 * forward} ms" in capsys.readouterr().out
 
 
+MODEL = "--stages 2 --microbatches 4 --layers 4 --hidden-size 64 --heads 4"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -146,6 +149,17 @@ def test_plan_computes_times_from_a_rate(capsys: pytest.CaptureFixture[str]) -> 
         ("--stages 2 --microbatches 4 --optimizer-ms 1", "times need --forward-ms"),
         ("--stages 2 --microbatches 4 --forward-ms 1 2 3", "forward has 3 times for 2 stages"),
         ("--stages 2 --microbatches 4 --layers 6 --layers-per-stage 2 3", "adds up to 5"),
+        (f"{MODEL} --layers-per-stage 5 -1", "a stage cannot have -1 layers"),
+        (f"{MODEL} --layers 0", "layers must be positive, got 0"),
+        (f"{MODEL} --hidden-size 66", "--hidden-size 66 does not divide by 4 heads"),
+        (f"{MODEL} --num-query-groups 3", "4 heads do not divide into 3 --num-query-groups"),
+        (f"{MODEL} --tensor-parallel 3", "4 attention heads do not divide into tensor"),
+        (f"{MODEL} --tensor-parallel 4 --vocab-size 258", "258 of --vocab-size"),
+        (f"{MODEL} --num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than 4"),
+        (
+            f"{MODEL} --num-experts 3 --expert-parallel 2 --data-parallel 2",
+            "3 experts do not divide into expert parallelism of 2",
+        ),
     ],
 )
 def test_plan_refuses(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

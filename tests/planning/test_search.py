@@ -1,5 +1,6 @@
 """The search for layouts."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -164,20 +165,39 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--expert-model-parallel-size 4 --micro-batch-size" in out
 
 
-def test_the_fastest_is_checked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+CHECKED = (
+    "--search --gpus 8 --global-batch-size 16 --device H100 --num-layers 5 --hidden-size 128 "
+    "--num-attention-heads 4 --seq-length 128 --num-experts 4 --expert-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 4 --schedules fresh-2bw --check"
+)
+
+
+def test_the_fastest_is_built_by_megatron(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(CHECKED.split()) == 0
+    out = capsys.readouterr().out
+    built = re.findall(r"^stage (\d) +([\d,]+) +([\d,]+)$", out, re.MULTILINE)
+    assert [int(stage) for stage, _, _ in built] == [0, 1, 2, 3]
+    assert all(counted == there for _, counted, there in built)
+    assert out.endswith("They are equal.\n")
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_count_that_is_wrong_and_a_model_that_is_refused(
+    refused: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def built(models: list[tuple[ModelShape, Layout]]) -> list[list[int]]:
+        if refused:
+            raise RuntimeError("Megatron did not build the model: why")
         [(shape, layout)] = models
-        return [[count_parameters(shape, layout, s).total for s in range(layout.stages)]]
+        return [[count_parameters(shape, layout, s).total + s // 3 for s in range(4)]]
 
     monkeypatch.setattr(check, "built_parameters", built)
-    flags = (
-        "--search --gpus 8 --global-batch-size 32 --device H200 --num-layers 8 --hidden-size 1024 "
-        "--num-attention-heads 8 --schedules 1f1b --pipeline-model-parallel-size 2 --check"
-    )
-    assert plan.main(flags.split()) == 0
-    assert "They are equal." in capsys.readouterr().out
+    assert plan.main(CHECKED.split()) == 1
+    shown = capsys.readouterr()
+    if refused:
+        assert shown.err == "\n--check: Megatron did not build the model: why\n"
+    else:
+        assert "They differ: please report it." in shown.out
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from megatron_async.planning import timeline
 from megatron_async.planning.candidates import candidate, candidates
@@ -64,6 +65,24 @@ def test_timeline_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert (first["kind"], first["started"], first["stopped"]) == ("forward", "0.0", "60.0")
 
 
+@pytest.mark.parametrize("optimizer", [0, 1])
+def test_the_legend_names_what_is_drawn(
+    optimizer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+
+    def saved(figure: Figure, *_: object, **__: object) -> None:
+        labels.append(figure.axes[-1].get_xlabel())
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    run = simulate(
+        lists_of("fresh-2bw", iterations=2), Costs(forward=1, backward=2, optimizer=optimizer)
+    )
+    timeline.draw_png([run], [""], tmp_path / "timeline.png")
+    (label,) = labels
+    assert label.endswith(", black: optimizer step" if optimizer else ", dark: backward")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -72,6 +91,7 @@ def test_timeline_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("--stages 4 --microbatches 4 --forward-ms 0", "must be positive"),
         ("--stages 4 --microbatches 4 --iterations 0", "--iterations must be at least 1"),
         ("--stages 4 --microbatches 4 --optimizer-ms -1", "must not be negative"),
+        ("--stages 4 --microbatches 4 --width 0", "--width must be at least 1, got 0"),
     ],
 )
 def test_timeline_refuses(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

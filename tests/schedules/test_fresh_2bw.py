@@ -161,6 +161,41 @@ def test_every_layout_is_valid(stages: int, options: dict[str, Any]) -> None:
                     )
 
 
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda options: "-".join(options) or "deferred-update"
+)
+def test_batches_may_grow_from_the_least_there_can_be(options: dict[str, Any]) -> None:
+    """Where the first has no slot left for the gather, and the second has."""
+    for stages, extra in ((1, 0), (2, 0), (2, 1), (4, 0), (4, 3)):
+        pipeline = Pipeline(stages=stages, extra_warmup=extra, **options)
+        least = max(fewest_delayed(pipeline), 1)
+        for counts in ([least, least + 1, least + 1, least + 3], [least, least, least + 2]):
+            for value in ("fewest", "all"):
+                made_for = replace(pipeline, **delayed(value))
+                lists = action_lists(FRESH_2BW, made_for, counts)
+                validate(lists, schedule=FRESH_2BW, pipeline=made_for, microbatches=counts)
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ({"stages": 1}, 1),
+        ({"stages": 4}, 3),
+        ({"stages": 4, "extra_warmup": 1}, 4),
+        ({"stages": 4, "extra_warmup": 3}, 6),
+    ],
+)
+def test_a_batch_has_at_least_what_the_first_stage_runs_ahead(
+    options: dict[str, Any], least: int
+) -> None:
+    pipeline = Pipeline(**options)
+    for schedule in (FRESH_2BW, PIPEDREAM_2BW):
+        assert schedule.least_microbatches(pipeline) == least
+        action_lists(schedule, pipeline, [least] * 2)
+        with pytest.raises(ValueError, match=f"at least {least} microbatches"):
+            action_lists(schedule, pipeline, [least - 1] * 2)
+
+
 def test_another_number_of_delayed_microbatches_is_another_schedule() -> None:
     counts = [8] * 4
     lists = action_lists(FRESH_2BW, Pipeline(stages=4), counts)

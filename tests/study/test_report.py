@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from megatron_async.study import report
+from megatron_async.study import plots, report
 from megatron_async.study.analysis import Analysis, analyse, mean_of, ratio_of
 from megatron_async.study.cells import Cell
 from megatron_async.study.config import Study
@@ -219,6 +220,24 @@ def test_report_of_a_single_seed(tmp_path: Path) -> None:
     report.write(study, analysis_of(study, losses(TABLE)), tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| adam | 0.001 | 2.0000 | 2.5000 (+0.5000) | 2.2000 (+0.2000, 60% back) |" in text
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2, 3]])
+def test_pictures_name_error_bars_where_there_are_some(
+    seeds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+
+    def saved(figure: Figure, path: Path, **_: object) -> None:
+        if path.name in ("gaps.png", "recovery.png"):
+            titles.append(figure.axes[0].get_title())
+            assert figure.axes[0].get_legend() is None  # it would hide bars
+            assert len(figure.legends) == 1
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    plots.write(analysis_of(study_of(seeds=seeds), losses(TABLE)), tmp_path)
+    ends = "; bars: standard error over seeds" if len(seeds) > 1 else ""
+    assert titles == [f"What the delay costs{ends}", f"What the correction wins back{ends}"]
 
 
 def test_gaps_are_drawn_against_the_delays_whose_size_is_known(tmp_path: Path) -> None:

@@ -170,6 +170,10 @@ def test_huggingface_tokenizer(tmp_path: Path) -> None:
         (["--input", "text", "--output", "no/where/out"], "no folder no/where"),
         (["--input", "text", "--output", "old"], "old.bin exist; pass --overwrite"),
         (["--input", "bad.jsonl"], "bad.jsonl, line 2 is not JSON"),
+        (["--input", "deep.jsonl"], "deep.jsonl, line 1 is not JSON: maximum recursion depth"),
+        (["--input", "latin.jsonl"], "latin.jsonl, line 1 is not JSON: 'utf-8' codec"),
+        (["--input", "bad.jsonl.gz"], "bad.jsonl.gz cannot be read: Not a gzipped file"),
+        (["--input", "x" * 300], "it cannot be read: File name too long"),
         (["--input", "keys.jsonl"], 'keys.jsonl, line 1 has no text under "text"'),
         (["--input", "text", "--tokenizer", "Bytes"], "--tokenizer Bytes is unknown; choose"),
         (["--input", "text", "--lower-case"], "unknown arguments: --lower-case"),
@@ -207,6 +211,9 @@ def test_bad_input_is_one_clear_message(
     Path("latin").write_bytes(b"\xe9t\xe9")
     Path("old.bin").write_bytes(b"keep")
     Path("bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    Path("deep.jsonl").write_text('{"text": ' + "[" * 100_000)
+    Path("latin.jsonl").write_bytes(b'{"text": "\xe9"}')
+    Path("bad.jsonl.gz").write_bytes(b"text")
     Path("keys.jsonl").write_text('{"content": "fine"}\n')
     before = leftovers(tmp_path)
     output = [] if "--output" in argv else ["--output", "out"]
@@ -236,6 +243,26 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(DataError, match="secret cannot be read: Permission denied"):
         list(data.read_documents(tmp_path / "secret"))
+
+
+def test_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise; a folder that is left out may be unreadable."""
+    locked = tmp_path / "locked"
+    for folder in (locked, tmp_path / ".git"):
+        folder.mkdir()
+    (tmp_path / "text").write_text("words")
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name in ("locked", ".git"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=f"{locked} cannot be read: Permission denied"):
+        find_inputs([str(tmp_path)])
+    locked.rmdir()
+    assert [one.path.name for one in find_inputs([str(tmp_path)])] == ["text"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -65,6 +65,45 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return status, shown.out + shown.err
 
 
+@pytest.mark.parametrize("flag", ["--num-layers", "--seq-length", "--micro-batch-size"])
+def test_what_is_no_size_is_all_that_is_said(flag: str) -> None:
+    found = verdict(torchrun(*TWO_VERSIONS, flag, "0"))
+    assert found.problems == (f"{flag}: 0 is no size. Give at least 1.",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--train-iters -1", "--train-iters: -1 is negative. Give 0 or more."),
+        ("--kv-channels 0", "--kv-channels: 0 is no size. Give at least 1."),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "4 heads do not divide into 3 --num-query-groups.",
+        ),
+        (
+            "--num-experts 4 --moe-router-topk 5 --disable-bias-linear",
+            "--moe-router-topk 5 is more than 4 experts.",
+        ),
+    ],
+)
+def test_models_that_megatron_cannot_build(flags: str, problem: str) -> None:
+    assert verdict(torchrun(*TWO_VERSIONS, *flags.split())).problems == (problem,)
+
+
+def test_broken_files_are_refused_with_everything_else(tmp_path: Path) -> None:
+    (tmp_path / "corpus.idx").touch()
+    model = [word for word in MODEL if word != "--mock-data"]
+    given = [*TWO_VERSIONS, "--data-path", f"{tmp_path}/corpus", "--use-ring-exchange-p2p"]
+    words = torchrun(*given, model=model)
+    words[words.index("pretrain_gpt.py")] = str(tmp_path)
+    problems = verdict(words).problems
+    assert problems[0] == f"{tmp_path} is a folder. Give the training script."
+    assert problems[1].startswith(f"--data-path {tmp_path}/corpus: {tmp_path}/corpus.idx is there")
+    assert problems[2].startswith("--use-ring-exchange-p2p: ")
+    words[words.index(str(tmp_path))] = "x" * 300 + ".py"
+    assert ".py is not here" in verdict(words).notes[0]
+
+
 def test_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     before = dict(os.environ)
     status, shown = asked(capsys, "--", *torchrun(*TWO_VERSIONS))
@@ -297,6 +336,15 @@ def test_delays(name: str, delays: tuple[float, ...]) -> None:
     assert numbers("--pipeline-schedule", name).delays == pytest.approx(delays)
 
 
+def test_what_is_advised_is_accepted() -> None:
+    """PACI's delays differ between stages, for which error feedback is not defined."""
+    for schedule, corrected in (("pipedream-2bw", True), ("paci", False)):
+        found = verdict(torchrun("--pipeline-schedule", schedule, "--optimizer", "adam"))
+        (advice,) = [text for text in found.warnings if text.startswith("--optimizer:")]
+        assert ("--delay-correction" in advice) == corrected
+        assert "--optimizer muon" in advice
+
+
 def test_gains() -> None:
     deferred = numbers(*TWO_VERSIONS)
     assert deferred.ideal_gain == 11 / 8
@@ -318,6 +366,19 @@ def test_memory_by_hand() -> None:
     corrected = numbers(*TWO_VERSIONS, "--delay-correction", "error-feedback").memory
     assert corrected is not None
     assert [stage.added for stage in corrected] == [(2 + 4 + 4) * count for count in parameters]
+
+
+def test_activations_of_microbatches_further_ahead_are_counted() -> None:
+    flags = ("--pipeline-schedule", "fresh-2bw")
+    usual = numbers(*flags)
+    assert usual.more_activations == (0,) * 4
+    ahead = numbers(*flags, "--pipeline-extra-warmup", "3")
+    assert usual.memory is not None
+    # 4, 3, 2, 1 in flight, and with three more on the first stage 7, 5, 3, 1.
+    shares = [3 / 4, 2 / 3, 1 / 2, 0]
+    for stage, (share, memory) in enumerate(zip(shares, usual.memory, strict=True)):
+        assert ahead.more_activations[stage] == pytest.approx(share * memory.activations, rel=0.1)
+        assert ahead.added(stage) == usual.added(stage) + ahead.more_activations[stage]
 
 
 def test_layers_of_a_layout_are_counted() -> None:

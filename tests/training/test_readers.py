@@ -317,12 +317,16 @@ def test_the_version_between_two_iterations_is_there(stages: int, ahead: bool) -
 @pytest.mark.core
 def test_a_single_copy_can_be_read_while_microbatches_are_in_flight(tmp_path: Path) -> None:
     """An update that is completed early leaves no version that their backwards are meant for."""
-    flags: dict[str, Value] = {**COMMON, **PACI, **STAGES_2, "ckpt_format": "torch"}
+    common: dict[str, Value] = {**COMMON, **STAGES_2, "ckpt_format": "torch"}
+    flags: dict[str, Value] = {**common, **PACI}
+    load: dict[str, Value] = {"load": "{dir}/paci", "ckpt_step": SAVED}
     outcomes = run_steps(
         2,
         [
             Step("unread", {**flags, "eval_interval": 100}),
             Step("read", {**flags, "save": "{dir}/paci", "save_interval": SAVED, HASHES: 2}),
+            Step("resumed", {**flags, **load}),
+            Step("synchronous", {**common, **load}),
         ],
         tmp_path,
     )
@@ -331,3 +335,9 @@ def test_a_single_copy_can_be_read_while_microbatches_are_in_flight(tmp_path: Pa
     assert read_in[: EVALUATED[0]] == unread[: EVALUATED[0]]
     # The microbatches in flight have seen newer weights, and nothing else.
     assert 0 < max(abs(a - b) / b for a, b in zip(read_in, unread, strict=True)) < 1e-2
+    # Resumed, the first batch runs on the saved weights alone, as without a delay; then it drifts.
+    resumed, synchronous = outcomes["resumed"], outcomes["synchronous"]
+    assert any("starts afresh at iteration 5" in notice for notice in resumed.notices)
+    assert list(resumed.by_iteration) == [5, 6, 7]
+    assert resumed.losses[0] == synchronous.losses[0]
+    assert resumed.losses[2] != synchronous.losses[2]

@@ -87,6 +87,19 @@ def test_versions_that_are_gone_or_not_there_are_refused() -> None:
             weights.select(version)
 
 
+def test_a_single_version_stands_for_the_one_before_and_no_older_one() -> None:
+    """An update completed early is one; two would be a fault of the schedule."""
+    weights = WeightVersions(*_plain(), count=1)
+    for _ in range(3):
+        with weights.next_version():
+            pass
+    for version in (3, 2):
+        weights.compute_on(version)
+    for version in (1, 4):
+        with pytest.raises(ValueError, match=f"version {version} is gone or not there yet"):
+            weights.compute_on(version)
+
+
 @pytest.mark.parametrize("build", [lambda: _plain(), lambda: _flat()[:2]], ids=["plain", "flat"])
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_as_many_versions_as_are_asked_for(build: Any, count: int) -> None:

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
 from megatron_async.schedules.emulation import EMULATE_PIPELINE_STAGES
+from megatron_async.schedules.fresh_2bw import DELAYED_MICROBATCHES, FRESH_2BW
 
 __all__ = ["RULES"]
 
@@ -96,7 +97,15 @@ RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--pipeline-schedule",
         lambda s: f"{s.config.schedule} has no delay on a single stage",
-        f"Add more stages, or {_FLAG} with a schedule that has it.",
+        lambda s: (
+            "Add more stages, or give it a delay: "
+            + (
+                f"{DELAYED_MICROBATCHES.name} N"
+                if s.config.schedule == FRESH_2BW.name
+                else f"{_FLAG} P"
+            )
+            + "."
+        ),
         when=lambda s: s.stages == 1 and s.delays(1) == [0.0],
         name="no_delay_on_a_single_stage",
         warning=True,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from megatron_async.config.arguments import flags
 from megatron_async.config.validation.rule import Rule, Scope, Subject, dest_of, rule
-from megatron_async.config.validation.schedule import least_microbatches
+from megatron_async.config.validation.schedule import longer_delays
 from megatron_async.corrections import CORRECTIONS, RECOMMENDED
 from megatron_async.megatron import releases
 from megatron_async.optimizers import OPTIMIZERS
@@ -42,14 +42,6 @@ def _without_schedule(dest: str, default: object) -> Callable[[Subject], bool]:
 
 def _any_delay() -> str:
     return _names([each.name for each in CORRECTIONS if each.any_delay])
-
-
-def _longer_delays(subject: Subject) -> bool:
-    """Whether delays exceed one step, or differ between stages."""
-    if subject.config.schedule_record is None:
-        return False
-    delays = subject.delays(max(least_microbatches(subject), 1))
-    return bool(delays) and (max(delays) > 1 or min(delays) != max(delays))
 
 
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -97,7 +89,7 @@ RULES: Final[tuple[Rule, ...]] = (
         when=lambda s: (
             s.config.correction_record is not None
             and not s.config.correction_record.any_delay
-            and _longer_delays(s)
+            and longer_delays(s)
         ),
         name="correction_of_one_step",
     ),
@@ -128,7 +120,7 @@ RULES: Final[tuple[Rule, ...]] = (
             s.config.correction_record is not None
             and s.config.correction_record.looks_ahead
             and s.embedding_copied
-            and _longer_delays(s)
+            and longer_delays(s)
         ),
         name="tied_look_ahead",
     ),
@@ -165,10 +157,10 @@ RULES: Final[tuple[Rule, ...]] = (
     rule(
         "--pipeline-extra-warmup",
         lambda s: (
-            f"{s.config.extra_warmup} links between stages are to be made up for, and {s.stages} "
-            f"stages have {s.stages - 1}"
+            f"{s.config.extra_warmup} links between stages are to be made up for, and there "
+            f"{'is 1' if s.stages == 2 else f'are {s.stages - 1}'}"
         ),
-        lambda s: f"Give at most {s.stages - 1}.",
+        lambda s: f"Give at most {s.stages - 1}." if s.stages > 1 else "Drop it.",
         when=lambda s: s.config.extra_warmup > s.stages - 1,
         name="extra_warmup_stages",
     ),

@@ -11,7 +11,14 @@ from megatron_async.config.validation.assertions import step_schedule_problem
 from megatron_async.config.validation.rule import Rule, Subject, dest_of, rule
 from megatron_async.megatron.training import step_batch_sizes
 
-__all__ = ["RULES", "batch_sizes", "least_microbatches", "own_notes", "own_problems"]
+__all__ = [
+    "RULES",
+    "batch_sizes",
+    "least_microbatches",
+    "longer_delays",
+    "own_notes",
+    "own_problems",
+]
 
 
 class _Step(NamedTuple):
@@ -127,6 +134,19 @@ def least_microbatches(subject: Subject) -> int:
     return min(size // samples for size in batch_sizes(subject))
 
 
+def _most_microbatches(subject: Subject) -> int:
+    samples = int(subject.get("micro_batch_size")) * subject.replicas
+    return max(size // samples for size in batch_sizes(subject))
+
+
+def longer_delays(subject: Subject) -> bool:
+    """Whether delays exceed one step, or differ between stages."""
+    if subject.config.schedule_record is None:
+        return False
+    delays = subject.delays(max(least_microbatches(subject), 1))
+    return bool(delays) and (max(delays) > 1 or min(delays) != max(delays))
+
+
 def _least(subject: Subject) -> int:
     record = subject.config.schedule_record
     return 1 if record is None else record.least_microbatches(subject.pipeline)
@@ -168,8 +188,14 @@ def own_notes(subject: Subject) -> list[str]:
     record = subject.config.schedule_record
     if record is None:
         return []
-    notes = record.notes(subject.pipeline, least_microbatches(subject))
-    return [f"{record.name}: {note}." for note in notes]
+    least, most = least_microbatches(subject), _most_microbatches(subject)
+    notes = [f"{record.name}: {note}." for note in record.notes(subject.pipeline, least)]
+    if most > least:
+        notes += [
+            f"{record.name}, in the largest batches: {note}."
+            for note in record.notes(subject.pipeline, most)
+        ]
+    return notes
 
 
 def _equal_batches(subject: Subject) -> bool:

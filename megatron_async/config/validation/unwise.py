@@ -4,6 +4,7 @@ import math
 from typing import Final
 
 from megatron_async.config.validation.rule import Rule, Subject, dest_of, hybrid_layers, rule
+from megatron_async.config.validation.schedule import least_microbatches, longer_delays
 from megatron_async.corrections import RECOMMENDED
 from megatron_async.corrections.correction import STRENGTH
 
@@ -37,9 +38,14 @@ RULES: Final[tuple[Rule, ...]] = (
         lambda s: (
             f"{s.optimizer.title if s.optimizer else ''} bears the delay worse than Muon does"
         ),
-        f"Consider --delay-correction {RECOMMENDED}, or --optimizer muon.",
+        lambda s: (
+            f"Consider --delay-correction {RECOMMENDED}, or --optimizer muon."
+            if not longer_delays(s)
+            else "Consider --optimizer muon."
+        ),
         when=lambda s: (
-            s.optimizer is not None
+            any(s.delays(max(least_microbatches(s), 1)))
+            and s.optimizer is not None
             and s.optimizer.sensitive
             and (not s.config.corrected or s.config.correction_settings.get(STRENGTH.dest) == 0)
         ),

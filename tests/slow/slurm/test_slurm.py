@@ -75,13 +75,19 @@ class Job:
         """Wait until an attempt has done so many."""
         self._wait(lambda: len(self.iterations_of(attempt)) >= number)
 
-    def rank(self, number: int) -> psutil.Process:
-        """The process of a rank: not torchrun above it, nor the data loader's workers below."""
-        name = str(number)
+    def wait_for_stop(self, *, attempt: int) -> None:
+        """Wait until an attempt has said that it was stopped."""
+        begin = f"job {self.number}.{attempt}: stopped "
+        self._wait(lambda: any(line.startswith(begin) for line in self.said))
+
+    def rank(self, number: int, *, attempt: int) -> psutil.Process:
+        """The process of a rank: not torchrun above it, nor the data loader's workers below, nor
+        what an earlier attempt has left."""
+        of = {"RANK": str(number), "SLURM_RESTART_COUNT": str(attempt)}
         ranks = [
             each
             for each in self.cluster.processes(self.number)
-            if each.environ().get("RANK") == name
+            if of.items() <= each.environ().items()
         ]
         (found,) = [each for each in ranks if each.ppid() not in {above.pid for above in ranks}]
         return found
@@ -211,12 +217,14 @@ def test_interrupted_in_every_way(bench: Bench, uninterrupted: dict[int, str]) -
 
     job.wait_for_iterations(7, attempt=3)
     bench.note("$ kill -KILL PID  # of rank 1, as the kernel does when memory runs out")
-    job.rank(1).send_signal(signal.SIGKILL)
+    job.rank(1, attempt=3).send_signal(signal.SIGKILL)
 
-    # Slurm looks at the limits once in 30 s, and so signals 60 to 90 s ahead. The limit holds for
-    # the attempts that follow as well: where those are slow, it stops them, too.
+    # Slurm looks at the limits once in 30 s, and so signals 60 to 90 s ahead. The limit would hold
+    # for the attempts that follow as well, and on a busy machine they take that long to start.
     job.wait_for_iterations(2, attempt=4)
     bench.type("scontrol", "update", f"JobId={number}", f"TimeLimit={job.minutes + 2}")
+    job.wait_for_stop(attempt=4)
+    bench.type("scontrol", "update", f"JobId={number}", "TimeLimit=60")
 
     assert job.wait_for_end() == "COMPLETED", job.log[-6000:]
     attempts = [job.iterations_of(attempt) for attempt in range(job.losses[-1][0] + 1)]
@@ -233,7 +241,8 @@ def test_interrupted_in_every_way(bench: Bench, uninterrupted: dict[int, str]) -
             assert resumed == before[-1]
     found = {(iteration, loss) for _, iteration, loss in job.losses}
     assert found == set(uninterrupted.items())
-    end_orphans(job, rank=1, attempt=3)
+    for rank, attempt in ((0, 2), (1, 2), (1, 3)):
+        end_orphans(job, rank=rank, attempt=attempt)
     parts = ", ".join(f"{each[0]} to {each[-1]}" for each in attempts)
     bench.close(
         job,
